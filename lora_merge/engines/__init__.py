@@ -1,0 +1,1 @@
+"""Prompts, decision labels and the engines that score and generate. Knows no gate."""
