@@ -62,14 +62,8 @@ class DecisionLabels:
 
 def _label_from_json(value: Mapping[str, Any], name: str) -> Label:
     label = value.get(name) if isinstance(value, Mapping) else None
-    if (
-        not isinstance(label, Mapping)
-        or not isinstance(label.get("text"), str)
-        or type(label.get("token_id")) is not int
-    ):
-        raise EngineError(
-            f'label {name!r} is {label!r}; expected {{"text": string, "token_id": integer}}'
-        )
+    if not isinstance(label, Mapping) or not isinstance(label.get("text"), str) or type(label.get("token_id")) is not int:
+        raise EngineError(f'label {name!r} is {label!r}; expected {{"text": string, "token_id": integer}}')
     return Label(label["text"], label["token_id"])
 
 
@@ -113,23 +107,15 @@ def _resolve(
     if not label:
         raise EngineError("a label is empty; expected a word such as skip or write")
     places = [("the prefill", prefill)] if prefill else []
-    places += [
-        (f"prompt {prompt.id!r}", text)
-        for prompt in prompts
-        if (text := _text_of(tokenizer, prompt)) is not None
-    ]
+    places += [(f"prompt {prompt.id!r}", text) for prompt in prompts if (text := _text_of(tokenizer, prompt)) is not None]
     if not places:
         raise EngineError(
             f"label {label!r} cannot be checked: there is no prefill, and no prompt's ids decode to a text that encodes back to them"
         )
-    found = {
-        _label_token(tokenizer, where, text, label): where for where, text in places
-    }
+    found = {_label_token(tokenizer, where, text, label): where for where, text in places}
     if len(found) != 1:
         shown = ", ".join(f"{token} after {where}" for token, where in found.items())
-        raise EngineError(
-            f"label {label!r} is not the same token everywhere: {shown}; expected one token"
-        )
+        raise EngineError(f"label {label!r} is not the same token everywhere: {shown}; expected one token")
     return Label(label, next(iter(found)))
 
 
@@ -141,9 +127,7 @@ def _text_of(tokenizer: PreTrainedTokenizerBase, prompt: Prompt) -> str | None:
     return text if encode(tokenizer, text) == list(prompt.token_ids) else None
 
 
-def _label_token(
-    tokenizer: PreTrainedTokenizerBase, where: str, text: str, label: str
-) -> int:
+def _label_token(tokenizer: PreTrainedTokenizerBase, where: str, text: str, label: str) -> int:
     """The id that ``label`` adds to ``text``, alone and with the closing quote that follows it when the prefill opened one."""
     before = encode(tokenizer, text)
     endings = (label, label + '"') if text.endswith('"') else (label,)
@@ -167,7 +151,5 @@ def _label_token(
                 f"label {label!r} is token {token} alone but {added} in {ending!r} after {where}; choose another label"
             )
     if token in tokenizer.all_special_ids:
-        raise EngineError(
-            f"label {label!r} is the special token {token} after {where}; expected an ordinary token"
-        )
+        raise EngineError(f"label {label!r} is the special token {token} after {where}; expected an ordinary token")
     return int(token)

@@ -48,6 +48,4 @@ def open_engine(
         return VllmEngine(path, dtype=dtype, **(vllm_options or {}))
     from lora_merge.engines.transformers_engine import TransformersEngine
 
-    return TransformersEngine.from_checkpoint(
-        path, dtype=dtype, device=device, **(hf_options or {})
-    )
+    return TransformersEngine.from_checkpoint(path, dtype=dtype, device=device, **(hf_options or {}))

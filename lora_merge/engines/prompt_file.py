@@ -61,35 +61,26 @@ def iter_prompt_rows(path: str | Path) -> Iterator[PromptRow | BadRow]:
         with open(path, "rb") as file:
             yield from _rows_of_lines(file)
     except OSError as error:
-        raise EngineError(
-            f"prompt file {path}: {error.strerror or error}; give a readable JSON Lines file"
-        ) from error
+        raise EngineError(f"prompt file {path}: {error.strerror or error}; give a readable JSON Lines file") from error
 
 
 def read_prompt_rows(path: str | Path) -> list[PromptRow]:
     """All rows of ``path``; the first bad one raises :class:`EngineError` with its line number and reason, and so does an empty file."""
     rows = [_good(row, str(path)) for row in iter_prompt_rows(path)]
     if not rows:
-        raise EngineError(
-            f"prompt file {path} holds no rows; expected one JSON object a line"
-        )
+        raise EngineError(f"prompt file {path} holds no rows; expected one JSON object a line")
     return rows
 
 
 def rows_from_mappings(values: Iterable[Mapping[str, Any]]) -> list[PromptRow]:
     """Rows from dictionaries in memory, under the same rules as a file; the first bad one raises :class:`EngineError`."""
     seen: set[str] = set()
-    return [
-        _good(_row(value, line, "", seen), "prompts")
-        for line, value in enumerate(values, start=1)
-    ]
+    return [_good(_row(value, line, "", seen), "prompts") for line, value in enumerate(values, start=1)]
 
 
 def _good(row: PromptRow | BadRow, source: str) -> PromptRow:
     if isinstance(row, BadRow):
-        raise EngineError(
-            f"{source} line {row.line}{f' (id {row.id!r})' if row.id else ''}: {row.reason}"
-        )
+        raise EngineError(f"{source} line {row.line}{f' (id {row.id!r})' if row.id else ''}: {row.reason}")
     return row
 
 
@@ -118,9 +109,7 @@ def _parse(raw: bytes) -> Any:
             parse_constant=_refuse_constant,
         )
     except UnicodeDecodeError as error:
-        raise ValueError(
-            f"not UTF-8: byte {error.start + 1} of the line is 0x{raw[error.start]:02x}"
-        ) from None
+        raise ValueError(f"not UTF-8: byte {error.start + 1} of the line is 0x{raw[error.start]:02x}") from None
     except json.JSONDecodeError as error:
         raise ValueError(f"broken JSON: {error.msg} at column {error.colno}") from None
     except RecursionError:
@@ -129,9 +118,7 @@ def _parse(raw: bytes) -> Any:
         try:
             json.dumps(value, ensure_ascii=False).encode("utf-8")
         except UnicodeEncodeError:
-            raise ValueError(
-                "broken JSON: it holds half of a surrogate pair, which is no character"
-            ) from None
+            raise ValueError("broken JSON: it holds half of a surrogate pair, which is no character") from None
     return value
 
 
@@ -139,9 +126,7 @@ def _object_without_twins(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     value = dict(pairs)
     if len(value) != len(pairs):
         names = [name for name, _ in pairs]
-        raise ValueError(
-            f"broken JSON: key {next(name for name in names if names.count(name) > 1)!r} occurs twice in one object"
-        )
+        raise ValueError(f"broken JSON: key {next(name for name in names if names.count(name) > 1)!r} occurs twice in one object")
     return value
 
 
@@ -162,13 +147,9 @@ def _row(value: Any, line: int, text: str, seen: set[str]) -> PromptRow | BadRow
         row_id = str(row_id)
     if not isinstance(row_id, str) or not row_id:
         found = "no id" if "id" not in value else f"id {row_id!r}"
-        return BadRow(
-            line, f"{found}; expected a non-empty string or an integer", text=text
-        )
+        return BadRow(line, f"{found}; expected a non-empty string or an integer", text=text)
     if row_id in seen:
-        return BadRow(
-            line, f"duplicate id {row_id!r}: an earlier line has it", row_id, text
-        )
+        return BadRow(line, f"duplicate id {row_id!r}: an earlier line has it", row_id, text)
     sources = [name for name in SOURCES if value.get(name) is not None]
     if len(sources) != 1:
         found = " and ".join(sources) if sources else "none"
@@ -183,11 +164,7 @@ def _row(value: Any, line: int, text: str, seen: set[str]) -> PromptRow | BadRow
     if reason:
         return BadRow(line, reason, row_id, text)
     seen.add(row_id)
-    fields = {
-        name: item
-        for name, item in value.items()
-        if name != "id" and name not in SOURCES
-    }
+    fields = {name: item for name, item in value.items() if name != "id" and name not in SOURCES}
     content: Any = value[source] if source == "prompt" else tuple(value[source])
     return PromptRow(row_id, fields=fields, line=line, **{source: content})
 
@@ -204,11 +181,7 @@ def _check_messages(messages: Any) -> str | None:
     if not messages:
         return "messages is empty"
     for position, message in enumerate(messages, start=1):
-        if (
-            not isinstance(message, Mapping)
-            or not isinstance(message.get("role"), str)
-            or "content" not in message
-        ):
+        if not isinstance(message, Mapping) or not isinstance(message.get("role"), str) or "content" not in message:
             return f"message {position} is {message!r}; expected an object with role and content"
     if messages[-1]["role"] == "assistant":
         return "the last message is the assistant's; end before the assistant's turn and put its beginning into the prefill"
@@ -217,17 +190,11 @@ def _check_messages(messages: Any) -> str | None:
 
 def _check_token_ids(ids: Any) -> str | None:
     if not isinstance(ids, (list, tuple)):
-        return (
-            f"prompt_token_ids is a JSON {_json_type(ids)}; expected a list of integers"
-        )
+        return f"prompt_token_ids is a JSON {_json_type(ids)}; expected a list of integers"
     if not ids:
         return "prompt_token_ids is empty"
     wrong = next((item for item in ids if type(item) is not int or item < 0), None)
-    return (
-        None
-        if wrong is None
-        else f"prompt_token_ids holds {wrong!r}; expected integers from 0"
-    )
+    return None if wrong is None else f"prompt_token_ids holds {wrong!r}; expected integers from 0"
 
 
 _CHECKS = {

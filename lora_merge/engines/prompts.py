@@ -72,9 +72,7 @@ def read_prompts(
     max_length: int | None = None,
 ) -> list[Prompt]:
     """The prompts of a JSON Lines file, strictly: :func:`read_prompt_rows`, then :func:`tokenize`."""
-    return tokenize(
-        read_prompt_rows(path), tokenizer, prefill=prefill, max_length=max_length
-    )
+    return tokenize(read_prompt_rows(path), tokenizer, prefill=prefill, max_length=max_length)
 
 
 def tokenize(
@@ -90,9 +88,7 @@ def tokenize(
     Arguments as in :func:`tokenize_rows`.
     """
     prompts = []
-    for item in tokenize_rows(
-        rows, tokenizer, prefill=prefill, max_length=max_length, bos=bos
-    ):
+    for item in tokenize_rows(rows, tokenizer, prefill=prefill, max_length=max_length, bos=bos):
         if isinstance(item, BadRow):
             raise EngineError(f"prompt {item.id!r} (line {item.line}): {item.reason}")
         prompts.append(item)
@@ -113,9 +109,7 @@ def tokenize_rows(
     the model's positions less what will be written. ``bos``: whether every prompt must have exactly one BOS, at its beginning; None asks
     :func:`wants_bos`.
     """
-    encoder = _Encoder(
-        tokenizer, prefill, max_length, wants_bos(tokenizer) if bos is None else bos
-    )
+    encoder = _Encoder(tokenizer, prefill, max_length, wants_bos(tokenizer) if bos is None else bos)
     iterator = iter(rows)
     while chunk := list(itertools.islice(iterator, _CHUNK)):
         yield from encoder.encode_chunk(chunk)
@@ -146,9 +140,7 @@ def encode(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
 
 def token_ids_sha256(prompt: Prompt) -> str:
     """Hex SHA-256 over the prompt's ids as little-endian unsigned 32-bit integers."""
-    return hashlib.sha256(
-        struct.pack(f"<{len(prompt.token_ids)}I", *prompt.token_ids)
-    ).hexdigest()
+    return hashlib.sha256(struct.pack(f"<{len(prompt.token_ids)}I", *prompt.token_ids)).hexdigest()
 
 
 def token_ids_digest(prompts: Iterable[Prompt] | Mapping[str, str]) -> str:
@@ -156,11 +148,7 @@ def token_ids_digest(prompts: Iterable[Prompt] | Mapping[str, str]) -> str:
 
     Over one line a prompt, ``["id", "token_ids_sha256"]`` as compact ASCII JSON and a line feed, sorted by line.
     """
-    pairs = (
-        prompts.items()
-        if isinstance(prompts, Mapping)
-        else ((prompt.id, token_ids_sha256(prompt)) for prompt in prompts)
-    )
+    pairs = prompts.items() if isinstance(prompts, Mapping) else ((prompt.id, token_ids_sha256(prompt)) for prompt in prompts)
     lines = sorted(json.dumps(pair, separators=(",", ":")) + "\n" for pair in pairs)
     return hashlib.sha256("".join(lines).encode("ascii")).hexdigest()
 
@@ -172,17 +160,11 @@ class _Encoder:
     max_length: int | None
     bos: bool
 
-    def encode_chunk(
-        self, rows: Sequence[PromptRow | BadRow]
-    ) -> Iterator[Prompt | BadRow]:
+    def encode_chunk(self, rows: Sequence[PromptRow | BadRow]) -> Iterator[Prompt | BadRow]:
         """One pass over the tokenizer for a whole chunk: the fast tokenizers encode it in parallel."""
         texts = [self._text(row) for row in rows]
         plain = [text for text in texts if isinstance(text, str)]
-        encoded = iter(
-            self.tokenizer(plain, add_special_tokens=False, verbose=False)["input_ids"]
-            if plain
-            else ()
-        )
+        encoded = iter(self.tokenizer(plain, add_special_tokens=False, verbose=False)["input_ids"] if plain else ())
         for row, text in zip(rows, texts, strict=True):
             if isinstance(row, BadRow):
                 yield row
@@ -217,34 +199,17 @@ class _Encoder:
             )
         try:
             messages = [dict(message) for message in row.messages or ()]
-            rendered = self.tokenizer.apply_chat_template(
-                messages, add_generation_prompt=True, tokenize=False
-            )
+            rendered = self.tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
         except Exception as error:  # noqa: BLE001  a template is a program of the model's author: it raises whatever it likes
             return _bad(row, f"the chat template refuses its messages: {error}")
         return str(rendered)
 
-    def _prompt(
-        self, row: PromptRow, text: str | None, ids: Sequence[int]
-    ) -> Prompt | BadRow:
+    def _prompt(self, row: PromptRow, text: str | None, ids: Sequence[int]) -> Prompt | BadRow:
         bos = self.tokenizer.bos_token_id
-        if (
-            self.bos
-            and row.prompt is not None
-            and bos is not None
-            and list(ids[:1]) != [bos]
-        ):
+        if self.bos and row.prompt is not None and bos is not None and list(ids[:1]) != [bos]:
             ids = [bos, *ids]
-        reason = (
-            self._bos_problem(ids)
-            or self._length_problem(ids)
-            or (None if text else self._foreign_ids_problem(ids))
-        )
-        return (
-            _bad(row, reason)
-            if reason
-            else Prompt(row.id, tuple(ids), row.fields, text, row.line)
-        )
+        reason = self._bos_problem(ids) or self._length_problem(ids) or (None if text else self._foreign_ids_problem(ids))
+        return _bad(row, reason) if reason else Prompt(row.id, tuple(ids), row.fields, text, row.line)
 
     def _bos_problem(self, ids: Sequence[int]) -> str | None:
         bos = self.tokenizer.bos_token_id
@@ -252,11 +217,7 @@ class _Encoder:
             return None
         count = sum(1 for token in ids if token == bos)
         if self.bos and (count != 1 or ids[0] != bos):
-            place = (
-                f"{count} BOS tokens (id {bos})"
-                if count != 1
-                else f"its BOS (id {bos}) at position {list(ids).index(bos)}"
-            )
+            place = f"{count} BOS tokens (id {bos})" if count != 1 else f"its BOS (id {bos}) at position {list(ids).index(bos)}"
             return f"found {place}, first ids {list(ids[:4])}; expected exactly one, at the beginning"
         if not self.bos and list(ids[:2]) == [bos, bos]:
             return f"it begins with two BOS tokens (id {bos}); expected at most one"

@@ -32,9 +32,7 @@ class GenerationLimits:
 
     def __post_init__(self) -> None:
         if self.max_new_tokens < 1:
-            raise EngineError(
-                f"max_new_tokens is {self.max_new_tokens}; expected at least 1"
-            )
+            raise EngineError(f"max_new_tokens is {self.max_new_tokens}; expected at least 1")
 
 
 @dataclass(frozen=True)
