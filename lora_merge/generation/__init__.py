@@ -1,0 +1,1 @@
+"""Checks the certificate, then decides and writes: the two-phase batch job."""

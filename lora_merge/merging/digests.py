@@ -1,0 +1,59 @@
+"""SHA-256 of files and of folders.
+
+A folder's root digest is SHA-256 over the raw digests of its files in the order of their names: the root that OpenSSF
+model-signing computes. It binds no names, so whoever relies on it lists the files beside it.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+from lora_merge.console import Progress, no_progress
+from lora_merge.merging.errors import MergeError
+
+_CHUNK = 1 << 22
+
+
+def file_digest(path: str | os.PathLike[str], progress: Progress = no_progress) -> str:
+    """Hexadecimal SHA-256 of the bytes of ``path``; ``progress`` is told of bytes."""
+    hasher = hashlib.sha256()
+    try:
+        with open(path, "rb", buffering=0) as file:
+            buffer = bytearray(_CHUNK)
+            view = memoryview(buffer)
+            while count := file.readinto(buffer):
+                hasher.update(view[:count])
+                progress(count)
+    except OSError as error:
+        raise MergeError(f"{path}: cannot be read: {error.strerror or error}") from error
+    return hasher.hexdigest()
+
+
+def root_digest(files: Mapping[str, str]) -> str:
+    """The root of a folder's file digests (name -> hexadecimal SHA-256)."""
+    return hashlib.sha256(b"".join(bytes.fromhex(files[name]) for name in sorted(files))).hexdigest()
+
+
+def folder_digests(folder: str | os.PathLike[str], progress: Progress = no_progress, jobs: int | None = None) -> dict[str, str]:
+    """Hexadecimal SHA-256 of every file below ``folder``, by its path relative to it with ``/``, read in parallel.
+
+    Symbolic links are followed: what an engine would read counts, not where it lies.
+
+    Raises:
+        MergeError: a file cannot be read, or something is neither a file nor a folder.
+    """
+    root = Path(folder)
+    names = []
+    for path in sorted(root.rglob("*")):
+        if path.is_dir():
+            continue
+        if not path.is_file():
+            raise MergeError(f"{path}: neither a file nor a folder (a dangling link?)")
+        names.append(path.relative_to(root).as_posix())
+    with ThreadPoolExecutor(jobs or os.cpu_count() or 1) as pool:
+        digests = pool.map(lambda name: file_digest(root / name, progress), names)
+        return dict(zip(names, digests, strict=True))

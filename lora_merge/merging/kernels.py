@@ -1,0 +1,327 @@
+"""Compiled loops over blocks of rows: widen, absmax, 4-bit round trip, low-rank product, one correct rounding.
+
+Every kernel works on arrays that fit a core's cache and releases the interpreter lock, so that a pool of threads keeps all
+cores busy while another thread reads and a third one writes. Nothing here contracts a multiplication and an addition into one
+instruction, so results do not depend on the processor.
+
+**One correct rounding.** A merged weight is defined as ``round(w + s * sum_k b[k] a[k])`` with the arithmetic in float64 and a
+single rounding to the output type. Doing all of it in float64 would cost twice the memory traffic, so the low-rank product is
+taken in float32 together with a bound of its error, and only the few elements whose rounding the bound leaves open (about one in
+ten thousand) are computed again in float64. The result is therefore the same on every machine, whatever its block size or
+number of threads. The bound is the usual one for sums of products (Higham, Accuracy and Stability of Numerical Algorithms,
+2nd ed., section 3.1): after n roundings of a term ``|error| <= n u / (1 - n u) * sum_k |b[k]| |a[k]|`` with ``u = 2**-24``, and the
+sum is at most ``|b| |a|`` by Cauchy and Schwarz.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import numpy as np
+from numba import njit
+from numpy.typing import NDArray
+
+Kernel = TypeVar("Kernel", bound=Callable[..., Any])
+
+
+def _compiled(function: Kernel) -> Kernel:
+    """Compile ``function`` without the interpreter lock, cached on disk where a cache can be written."""
+    try:
+        return njit(nogil=True, cache=True, error_model="numpy")(function)  # type: ignore[no-any-return]
+    except RuntimeError:
+        # A read-only installation without a writable home has no place for a cache; compiling costs a few seconds a run.
+        return njit(nogil=True, error_model="numpy")(function)  # type: ignore[no-any-return]
+
+
+@_compiled
+def widen_bf16(source: NDArray[np.uint16], target: NDArray[np.uint32]) -> None:
+    """Write the float32 bit patterns of bfloat16 ``source`` (n,) to ``target`` (n,)."""
+    for i in range(source.shape[0]):
+        target[i] = np.uint32(source[i]) << np.uint32(16)
+
+
+@_compiled
+def round_to_bf16(bits: NDArray[np.uint32]) -> None:
+    """Round float32 bit patterns (n,) to bfloat16 in place, to nearest, ties to even; the low halves become zero."""
+    for i in range(bits.shape[0]):
+        value = bits[i]
+        bits[i] = (value + np.uint32(0x7FFF) + ((value >> np.uint32(16)) & np.uint32(1))) & np.uint32(0xFFFF0000)
+
+
+@_compiled
+def block_absmax(bits: NDArray[np.uint32], block_size: int, absmax_bits: NDArray[np.uint32]) -> bool:
+    """Write the largest magnitude of every block of float32 patterns (n,) to ``absmax_bits`` (ceil(n / block_size),).
+
+    Without their sign bit, float32 patterns order like the numbers they stand for, and integers have a vector maximum that
+    needs no care for NaN. Returns False when a value is NaN or infinite.
+    """
+    finite = True
+    for block in range(absmax_bits.shape[0]):
+        part = bits[block * block_size : (block + 1) * block_size]
+        largest = np.uint32(0)
+        for i in range(part.shape[0]):
+            largest = max(largest, part[i] & np.uint32(0x7FFFFFFF))
+        absmax_bits[block] = largest
+        finite = finite and largest < np.uint32(0x7F800000)
+    return finite
+
+
+@_compiled
+def round_trip_nf4(
+    values: NDArray[np.float32],
+    block_size: int,
+    absmax: NDArray[np.float32],
+    scales: NDArray[np.float32],
+    levels: NDArray[np.float32],
+    bounds: NDArray[np.float32],
+) -> None:
+    """Replace ``values`` (n,) by what NF4 makes of them, block by block, in float32.
+
+    ``absmax`` (blocks,) is the exact one, from which codes are taken; ``scales`` (blocks,) is the stored one, which multiplies
+    the ``levels`` (16,) again: under double quantization the two differ. ``bounds`` (15,) are the thresholds between levels; a
+    value equal to a threshold takes the lower level, as on CUDA. An all-zero block has no reciprocal: its products are NaN,
+    every comparison fails and it takes level 0, again as on CUDA.
+    """
+    # Local names, because the compiler must assume that writing `values` changes an array but knows that it changes no local.
+    l0, l1, l2, l3, l4, l5, l6, l7 = levels[0], levels[1], levels[2], levels[3], levels[4], levels[5], levels[6], levels[7]
+    l8, l9, l10, l11 = levels[8], levels[9], levels[10], levels[11]
+    l12, l13, l14, l15 = levels[12], levels[13], levels[14], levels[15]
+    t1, t2, t3, t4, t5, t6, t7, t8 = bounds[0], bounds[1], bounds[2], bounds[3], bounds[4], bounds[5], bounds[6], bounds[7]
+    t9, t10, t11, t12, t13, t14, t15 = bounds[8], bounds[9], bounds[10], bounds[11], bounds[12], bounds[13], bounds[14]
+    for block in range(absmax.shape[0]):
+        start = block * block_size
+        inverse = np.float32(1.0) / absmax[block]
+        scale = scales[block]
+        part = values[start : start + block_size]
+        for i in range(part.shape[0]):
+            x = part[i] * inverse
+            # A chain of selections instead of a table look-up: it vectorizes, a gather from memory does not.
+            level = l1 if x > t1 else l0
+            level = l2 if x > t2 else level
+            level = l3 if x > t3 else level
+            level = l4 if x > t4 else level
+            level = l5 if x > t5 else level
+            level = l6 if x > t6 else level
+            level = l7 if x > t7 else level
+            level = l8 if x > t8 else level
+            level = l9 if x > t9 else level
+            level = l10 if x > t10 else level
+            level = l11 if x > t11 else level
+            level = l12 if x > t12 else level
+            level = l13 if x > t13 else level
+            level = l14 if x > t14 else level
+            level = l15 if x > t15 else level
+            part[i] = level * scale
+
+
+@_compiled
+def round_trip_fp4(
+    values: NDArray[np.float32],
+    block_size: int,
+    absmax: NDArray[np.float32],
+    scales: NDArray[np.float32],
+    levels: NDArray[np.float32],
+    bounds: NDArray[np.float32],
+) -> None:
+    """The FP4 counterpart of :func:`round_trip_nf4`: ``levels`` (8,) and ``bounds`` (7,) are those of the magnitude."""
+    l0, l1, l2, l3, l4, l5, l6, l7 = levels[0], levels[1], levels[2], levels[3], levels[4], levels[5], levels[6], levels[7]
+    t1, t2, t3, t4, t5, t6, t7 = bounds[0], bounds[1], bounds[2], bounds[3], bounds[4], bounds[5], bounds[6]
+    for block in range(absmax.shape[0]):
+        start = block * block_size
+        inverse = np.float32(1.0) / absmax[block]
+        scale = scales[block]
+        part = values[start : start + block_size]
+        for i in range(part.shape[0]):
+            x = part[i] * inverse
+            magnitude = abs(x)
+            level = l1 if magnitude > t1 else l0
+            level = l2 if magnitude > t2 else level
+            level = l3 if magnitude > t3 else level
+            level = l4 if magnitude > t4 else level
+            level = l5 if magnitude > t5 else level
+            level = l6 if magnitude > t6 else level
+            level = l7 if magnitude > t7 else level
+            level = -level if x < np.float32(0.0) else level
+            part[i] = level * scale
+
+
+@_compiled
+def quantize_dynamic_8bit(
+    values: NDArray[np.float32], block_size: int, code: NDArray[np.float32], absmax: NDArray[np.float32]
+) -> NDArray[np.uint8]:
+    """Quantize ``values`` (n,) to indices of ``code`` (256, ascending) in blocks, by the search that CUDA's kernel performs.
+
+    The kernel halves its step from 64 to 1 around index 127 and then settles by one midpoint; at equal distances and at the ends of
+    the table that differs from a nearest-neighbour search, which is why it is followed step by step. ``absmax`` (blocks,) is an
+    output. Source: ``dQuantize`` in bitsandbytes' CUDA kernels, which the recorded CUDA results in the tests confirm.
+    """
+    out = np.empty(values.shape[0], np.uint8)
+    for block in range(absmax.shape[0]):
+        start = block * block_size
+        stop = min(start + block_size, values.shape[0])
+        largest = np.float32(0.0)
+        for i in range(start, stop):
+            magnitude = abs(values[i])
+            largest = magnitude if magnitude > largest else largest
+        absmax[block] = largest
+        inverse = np.float32(1.0) / largest
+        for i in range(start, stop):
+            x = values[i] * inverse
+            pivot, upper_pivot, lower_pivot = 127, 255, 0
+            lower, upper = np.float32(-1.0), np.float32(1.0)
+            value = code[pivot]
+            step = 64
+            while step > 0:
+                if x > value:
+                    lower_pivot, lower = pivot, value
+                    pivot += step
+                else:
+                    upper_pivot, upper = pivot, value
+                    pivot -= step
+                value = code[pivot]
+                step >>= 1
+            if upper_pivot == 255:
+                upper = code[upper_pivot]
+            if lower_pivot == 0:
+                lower = code[lower_pivot]
+            if x > value:
+                out[i] = upper_pivot if x > (upper + value) * np.float32(0.5) else pivot
+            else:
+                out[i] = lower_pivot if x < (lower + value) * np.float32(0.5) else pivot
+    return out
+
+
+@_compiled
+def _bf16_of(value: np.float32, scratch: NDArray[np.float32], scratch_bits: NDArray[np.uint32]) -> np.uint16:
+    scratch[0] = value
+    bits = scratch_bits[0]
+    return np.uint16((bits + np.uint32(0x7FFF) + ((bits >> np.uint32(16)) & np.uint32(1))) >> np.uint32(16))
+
+
+@_compiled
+def _bf16_of_float64(value: np.float64, scratch: NDArray[np.float32], scratch_bits: NDArray[np.uint32]) -> np.uint16:
+    """Round float64 to bfloat16 once: a float32 in between is rounded to odd, which keeps the second rounding right.
+
+    Boldo and Melquiond, "Emulation of a FMA and Correctly Rounded Sums", IEEE Transactions on Computers 57(4), 2008.
+    """
+    near = np.float32(value)
+    scratch[0] = near
+    bits = scratch_bits[0]
+    if np.float64(near) != value and (bits & np.uint32(1)) == np.uint32(0):
+        # Step to the odd neighbour on the side of the exact value.
+        away = abs(np.float64(near)) < abs(value)
+        bits = bits + np.uint32(1) if away else bits - np.uint32(1)
+    return np.uint16((bits + np.uint32(0x7FFF) + ((bits >> np.uint32(16)) & np.uint32(1))) >> np.uint32(16))
+
+
+@_compiled
+def _product_row(b: NDArray[np.float32], a: NDArray[np.float32], delta: NDArray[np.float32]) -> None:
+    """``delta`` (columns,) = ``b`` (rank,) @ ``a`` (rank, columns), four ranks at a time so that ``delta`` is touched less."""
+    rank = a.shape[0]
+    delta[:] = np.float32(0.0)
+    whole = rank // 4 * 4
+    for k in range(0, whole, 4):
+        b0, b1, b2, b3 = b[k], b[k + 1], b[k + 2], b[k + 3]
+        a0, a1, a2, a3 = a[k], a[k + 1], a[k + 2], a[k + 3]
+        for j in range(delta.shape[0]):
+            delta[j] += (b0 * a0[j] + b1 * a1[j]) + (b2 * a2[j] + b3 * a3[j])
+    for k in range(whole, rank):
+        b0 = b[k]
+        a0 = a[k]
+        for j in range(delta.shape[0]):
+            delta[j] += b0 * a0[j]
+
+
+@_compiled
+def _bracket_row(
+    weight: NDArray[np.float32],
+    delta: NDArray[np.float32],
+    coefficient: np.float32,
+    a_norms: NDArray[np.float32],
+    low: NDArray[np.float32],
+    high: NDArray[np.float32],
+) -> None:
+    """Bracket ``weight + delta`` (columns,) between ``low`` and ``high``, given that ``delta`` is off by ``coefficient * a_norms`` at most.
+
+    The sum and the two ends are themselves rounded, each by at most ``2**-24`` of the value: 2.5 of these cover all.
+    """
+    relative = np.float32(2.5 * 2.0**-24)
+    for j in range(low.shape[0]):
+        value = weight[j] + delta[j]
+        margin = coefficient * a_norms[j] + relative * abs(value) + np.float32(2.0**-140)
+        low[j] = value - margin
+        high[j] = value + margin
+
+
+@_compiled
+def _round_bracket(low: NDArray[np.uint32], high: NDArray[np.uint32], out: NDArray[np.uint16]) -> bool:
+    """Round both ends of the bracket to bfloat16, keep the lower one and tell whether any two of them differ."""
+    differ = np.uint32(0)
+    for j in range(out.shape[0]):
+        x = (low[j] + np.uint32(0x7FFF) + ((low[j] >> np.uint32(16)) & np.uint32(1))) >> np.uint32(16)
+        y = (high[j] + np.uint32(0x7FFF) + ((high[j] >> np.uint32(16)) & np.uint32(1))) >> np.uint32(16)
+        out[j] = np.uint16(x)
+        differ |= x ^ y
+    return differ != np.uint32(0)
+
+
+@_compiled
+def add_low_rank_to_bf16(
+    weight: NDArray[np.float32],
+    b: NDArray[np.float64],
+    a: NDArray[np.float64],
+    b32: NDArray[np.float32],
+    a32: NDArray[np.float32],
+    scaling: float,
+    a_norms: NDArray[np.float32],
+    out: NDArray[np.uint16],
+) -> int:
+    """Write ``round(weight + scaling * b @ a)`` to ``out``, correctly rounded to bfloat16.
+
+    ``weight`` (rows, in_features) holds exact float32 values; ``b`` (rows, rank) and ``a`` (rank, in_features) the adapter's
+    halves and ``b32 = float32(scaling * b)``, ``a32 = float32(a)`` their working copies; ``a_norms`` (in_features,) are the
+    Euclidean norms of the columns of ``a``. ``out`` (rows, in_features) receives bfloat16 bit patterns. Returns how many elements
+    needed float64.
+    """
+    rows, columns = weight.shape
+    rank = a.shape[0]
+    unit = 2.0**-24
+    # What one term of the product goes through: float32(scaling * b), float32(a), their product, two sums inside its group of four
+    # and one sum a group (or a leftover rank); the last 1 covers the rounding of the norms.
+    roundings = 5 + rank // 4 + rank % 4 + 1
+    scratch = np.empty(1, np.float32)
+    scratch_bits = scratch.view(np.uint32)
+    delta = np.empty(columns, np.float32)
+    low = np.empty(columns, np.float32)
+    high = np.empty(columns, np.float32)
+    low_bits = low.view(np.uint32)
+    high_bits = high.view(np.uint32)
+    reworked = 0
+    for row in range(rows):
+        _product_row(b32[row], a32, delta)
+        b_square = 0.0
+        for k in range(rank):
+            b_square += b[row, k] * b[row, k]
+        coefficient = np.float32(roundings * unit * 1.01 * abs(scaling) * np.sqrt(b_square))
+        _bracket_row(weight[row], delta, coefficient, a_norms, low, high)
+        for start in range(0, columns, 64):
+            if _round_bracket(low_bits[start : start + 64], high_bits[start : start + 64], out[row, start : start + 64]):
+                for j in range(start, min(start + 64, columns)):
+                    if _bf16_of(low[j], scratch, scratch_bits) != _bf16_of(high[j], scratch, scratch_bits):
+                        total = 0.0
+                        for k in range(rank):
+                            total += b[row, k] * a[k, j]
+                        exact = np.float64(weight[row, j]) + scaling * total
+                        out[row, j] = _bf16_of_float64(exact, scratch, scratch_bits)
+                        reworked += 1
+    return reworked
+
+
+@_compiled
+def float64_to_bf16(values: NDArray[np.float64], out: NDArray[np.uint16]) -> None:
+    """Round float64 ``values`` (n,) to bfloat16 bit patterns ``out`` (n,), once, to nearest, ties to even."""
+    scratch = np.empty(1, np.float32)
+    scratch_bits = scratch.view(np.uint32)
+    for i in range(values.shape[0]):
+        out[i] = _bf16_of_float64(values[i], scratch, scratch_bits)

@@ -1,0 +1,147 @@
+"""Finds the quantization recipe an adapter was trained with, and records it at the end of training.
+
+The record is ``quantization_recipe.json`` beside the adapter (docs/recipe-format.md).
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from lora_merge.merging.errors import MergeError
+from lora_merge.merging.folders import read_json
+from lora_merge.merging.quantization import ASSUMED, RECIPE_FIELDS, QuantRecipe
+
+RECIPE_FILE = "quantization_recipe.json"
+_FORMAT = "lora-merge/quantization-recipe"
+_VERSION = 1
+
+
+def find_recipe(
+    flags: Mapping[str, Any],
+    base_config: Mapping[str, Any],
+    adapter_folder: Path,
+) -> QuantRecipe:
+    """Settle every setting of the recipe by the first source that knows it.
+
+    The order is: explicit ``flags`` (setting -> (value, flag name)); the base's own bitsandbytes configuration; the record
+    beside the adapter; the usual QLoRA recipe, marked as assumed.
+    """
+    settings: dict[str, Any] = {}
+    origins: dict[str, str] = {}
+    for name, (value, flag) in flags.items():
+        settings[name], origins[name] = value, flag
+    for found in (recipe_of_config(base_config), read_recipe(adapter_folder)):
+        if found is not None:
+            for name, origin in found.origins.items():
+                if name in RECIPE_FIELDS and name not in settings:
+                    settings[name], origins[name] = getattr(found, name), origin
+    for name in RECIPE_FIELDS:
+        origins.setdefault(name, ASSUMED)
+    return QuantRecipe(**settings, origins=origins)
+
+
+def recipe_of_config(config: Mapping[str, Any]) -> QuantRecipe | None:
+    """The recipe in a model configuration's ``quantization_config``, or None where that is not 4-bit bitsandbytes.
+
+    What the object leaves out means bitsandbytes' own defaults, FP4 without double quantization, since transformers writes
+    every setting that differs from them.
+    """
+    quantization = config.get("quantization_config")
+    if not isinstance(quantization, dict) or not quantization.get("load_in_4bit", quantization.get("_load_in_4bit", False)):
+        return None
+    skip = quantization.get("llm_int8_skip_modules")
+    settings = {
+        "quant_type": quantization.get("bnb_4bit_quant_type", "fp4"),
+        "double_quant": quantization.get("bnb_4bit_use_double_quant", False),
+        "skip_modules": None if skip is None else tuple(skip),
+    }
+    return QuantRecipe(**settings, origins=dict.fromkeys(settings, "the base's quantization_config"))
+
+
+def read_recipe(adapter_folder: Path) -> QuantRecipe | None:
+    """The recipe recorded beside the adapter, or None where there is no record."""
+    path = Path(adapter_folder) / RECIPE_FILE
+    if not path.is_file():
+        return None
+    record = read_json(path, "the quantization recipe")
+    if record.get("format") != _FORMAT or record.get("version") != _VERSION:
+        raise MergeError(
+            f"{path}: format {record.get('format')!r} version {record.get('version')!r}; expected {_FORMAT!r} version {_VERSION}"
+        )
+    return QuantRecipe.from_json(record.get("recipe"), origin=RECIPE_FILE)
+
+
+def recipe_of(model: Any) -> QuantRecipe | None:
+    """The recipe of a live model with bitsandbytes 4-bit layers, read from the layers themselves; None without such layers.
+
+    ``model`` may be wrapped by PEFT; module names are given as the bare model has them.
+
+    Raises:
+        MergeError: the layers do not agree on one recipe, or none of them has been quantized yet.
+    """
+    import bitsandbytes
+
+    bare = model.get_base_model() if hasattr(model, "get_base_model") else model
+    layers = {
+        # PEFT wraps a targeted layer and keeps the original as its base_layer.
+        name.removesuffix(".base_layer"): module
+        for name, module in bare.named_modules()
+        if isinstance(module, bitsandbytes.nn.Linear4bit)
+    }
+    if not layers:
+        return None
+    found = {}
+    for name, layer in layers.items():
+        state = getattr(layer.weight, "quant_state", None)
+        if state is None:
+            raise MergeError(f"{name}: not quantized yet; move the model to its device before recording its recipe")
+        found[(state.quant_type, bool(state.nested), state.blocksize, str(state.dtype).removeprefix("torch."))] = name
+    if len(found) > 1:
+        first, second = list(found.items())[:2]
+        raise MergeError(f"{first[1]} and {second[1]} were quantized differently ({first[0]} and {second[0]}); one recipe cannot describe both")
+    quant_type, double_quant, block_size, quant_dtype = next(iter(found))
+    settings: dict[str, Any] = {
+        "quant_type": quant_type,
+        "double_quant": double_quant,
+        "block_size": block_size,
+        "quant_dtype": quant_dtype,
+        "quantized_modules": tuple(sorted(layers)),
+    }
+    return QuantRecipe(**settings, origins=dict.fromkeys(settings, "live model"))
+
+
+def record_recipe(model: Any, adapter_folder: str | os.PathLike[str]) -> QuantRecipe:
+    """Write down beside a just-trained adapter how its base was quantized, so that a merge need not guess.
+
+    Args:
+        model: the live model at the end of training: plain transformers, PEFT, ``trainer.model`` of TRL, or Unsloth's.
+        adapter_folder: the folder that ``save_pretrained`` wrote the adapter to.
+
+    Returns:
+        The recipe, read from the bitsandbytes layers themselves.
+
+    Raises:
+        MergeError: the model has no 4-bit layers, they disagree, or the folder holds no adapter.
+    """
+    from importlib.metadata import version
+
+    folder = Path(adapter_folder)
+    if not (folder / "adapter_config.json").is_file():
+        raise MergeError(f"{folder}: no adapter_config.json; save the adapter there first")
+    recipe = recipe_of(model)
+    if recipe is None:
+        raise MergeError(f"{type(model).__name__}: has no bitsandbytes 4-bit layers; there is no quantization recipe to record")
+    record = {
+        "format": _FORMAT,
+        "version": _VERSION,
+        "recipe": recipe.to_json(),
+        "environment": {name: version(name) for name in ("bitsandbytes", "peft", "torch", "transformers")},
+    }
+    partial = folder / f".{RECIPE_FILE}.partial"
+    partial.write_text(json.dumps(record, indent=2) + "\n", encoding="utf-8")
+    partial.replace(folder / RECIPE_FILE)
+    return recipe
