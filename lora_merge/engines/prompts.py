@@ -1,8 +1,8 @@
 """Prompts as token ids: made once, hashed, and shared by every engine.
 
-Plain text becomes ``text + prefill`` with exactly one BOS where the tokenizer wants one; a conversation goes through the tokenizer's chat
-template, which holds its own BOS, and the prefill begins the assistant's turn. Both are encoded without added special tokens, so no
-EOS slips in before the decision. Ids that come ready-made are only checked.
+Plain text becomes ``text + prefill`` with exactly one BOS where the tokenizer wants one; a conversation goes through the
+tokenizer's chat template, which holds its own BOS, and the prefill begins the assistant's turn. Both are encoded without
+added special tokens, so no EOS slips in before the decision. Ids that come ready-made are only checked.
 """
 
 from __future__ import annotations
@@ -32,6 +32,7 @@ __all__ = [
     "BadRow",
     "Prompt",
     "PromptRow",
+    "decode_continuation",
     "encode",
     "iter_prompt_rows",
     "read_prompt_rows",
@@ -46,15 +47,16 @@ __all__ = [
 
 DEFAULT_PREFILL = '{"decision": "'
 _CHUNK = 1024
+_DECODE_CONTEXT = 8
 
 
 @dataclass(frozen=True)
 class Prompt:
     """One prompt as every engine reads it.
 
-    ``token_ids``: the final ids, BOS and prefill included; the next token is the decision. ``fields``: what passes through from its
-    row. ``text``: what the ids were encoded from, without a BOS that was put before it; None when the row brought ids. ``line``: the
-    row's line in its file.
+    ``token_ids``: the final ids, BOS and prefill included; the next token is the decision. ``fields``: what passes through
+    from its row. ``text``: what the ids were encoded from, without a BOS that was put before it; None when the row brought
+    ids. ``line``: the row's line in its file.
     """
 
     id: str
@@ -105,9 +107,9 @@ def tokenize_rows(
 ) -> Iterator[Prompt | BadRow]:
     """Each row as a prompt, or as a bad row with the reason; bad rows pass through. Order is kept and memory is bounded.
 
-    ``prefill``: appended to ``prompt`` and after the chat template of ``messages``. ``max_length``: most tokens a prompt may have, so
-    the model's positions less what will be written. ``bos``: whether every prompt must have exactly one BOS, at its beginning; None asks
-    :func:`wants_bos`.
+    ``prefill``: appended to ``prompt`` and after the chat template of ``messages``. ``max_length``: most tokens a prompt may
+    have, so the model's positions less what will be written. ``bos``: whether every prompt must have exactly one BOS, at its
+    beginning; None asks :func:`wants_bos`.
     """
     encoder = _Encoder(tokenizer, prefill, max_length, wants_bos(tokenizer) if bos is None else bos)
     iterator = iter(rows)
@@ -118,9 +120,9 @@ def tokenize_rows(
 def wants_bos(tokenizer: PreTrainedTokenizerBase) -> bool:
     """Whether prompts of this tokenizer begin with a BOS.
 
-    They do when encoding adds one, when ``add_bos_token`` says so, when the chat template writes ``bos_token``, and for every Gemma
-    tokenizer: conversions of it have lost the setting, and Gemma without its BOS is a different model. Having a ``bos_token`` is not
-    enough: GPT-2 and SmolLM2 have one and start no prompt with it.
+    They do when encoding adds one, when ``add_bos_token`` says so, when the chat template writes ``bos_token``, and for every
+    Gemma tokenizer: conversions of it have lost the setting, and Gemma without its BOS is a different model. Having a
+    ``bos_token`` is not enough: GPT-2 and SmolLM2 have one and start no prompt with it.
     """
     bos = tokenizer.bos_token_id
     if bos is None:
@@ -136,6 +138,20 @@ def wants_bos(tokenizer: PreTrainedTokenizerBase) -> bool:
 def encode(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
     """The ids of ``text`` with no special token added."""
     return list(tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"])
+
+
+def decode_continuation(tokenizer: PreTrainedTokenizerBase, prompt_ids: Sequence[int], new_ids: Sequence[int]) -> str:
+    """The text that ``new_ids`` add after ``prompt_ids``, special tokens left out.
+
+    Decoded together with the end of the prompt where possible, because some tokenizers drop a space at the beginning of what they
+    decode.
+    """
+    context = list(prompt_ids[-_DECODE_CONTEXT:])
+    before = str(tokenizer.decode(context, skip_special_tokens=True))
+    whole = str(tokenizer.decode([*context, *new_ids], skip_special_tokens=True))
+    if whole.startswith(before):
+        return whole[len(before) :]
+    return str(tokenizer.decode(list(new_ids), skip_special_tokens=True))
 
 
 def token_ids_sha256(prompt: Prompt) -> str:

@@ -1,0 +1,141 @@
+"""One causal language model of Transformers, wrapped or plain, as a function from token ids to the next token's logits.
+
+Everything that differs between models is found out here, once: whether the forward can skip the logits of all positions but
+the last, whether positions can be given, and whether the key-value cache is of the plain kind that can be shared and padded.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import inspect
+import os
+import sys
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from lora_merge.engines.errors import EngineError
+
+_PLAIN_LAYERS = {"full_attention", "sliding_attention"}
+
+
+def unwrapped(model: Any) -> Any:
+    """The Transformers model inside a PEFT wrapper; any other model as it is."""
+    return model.get_base_model() if hasattr(model, "get_base_model") else model
+
+
+class LiveModel:
+    """A loaded model, read-only: training mode, dropout and gradients are as before after every call."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self.module = model
+        base = unwrapped(model)
+        self.config: Any = getattr(base, "config", None)
+        if self.config is None or not hasattr(self.config, "get_text_config"):
+            raise EngineError(f"{type(base).__name__} has no Transformers configuration; expected a causal language model")
+        self.text_config = self.config.get_text_config()
+        parameters = inspect.signature(base.forward).parameters
+        self._keeps_last = "logits_to_keep" in parameters
+        self._takes_positions = "position_ids" in parameters
+        self.device: torch.device = base.get_input_embeddings().weight.device
+
+    @property
+    def sliding_window(self) -> int | None:
+        """Positions that a sliding layer sees; None when every layer sees all."""
+        layer_types = getattr(self.text_config, "layer_types", None)
+        window = getattr(self.text_config, "sliding_window", None)
+        if layer_types is not None:
+            return window if "sliding_attention" in layer_types else None
+        return window if getattr(self.text_config, "use_sliding_window", True) else None
+
+    @property
+    def has_plain_cache(self) -> bool:
+        """Whether the cache is one of keys and values only, which may be repeated over a batch, cut to fewer rows and padded."""
+        layer_types = getattr(self.text_config, "layer_types", None) or ["full_attention"]
+        chunked = getattr(self.text_config, "attention_chunk_size", None) is not None
+        return self._takes_positions and set(layer_types) <= _PLAIN_LAYERS and not chunked
+
+    @contextlib.contextmanager
+    def reading(self) -> Iterator[None]:
+        """Evaluation mode, no gradients, no attention kernel that is known to misread masks; all restored afterwards.
+
+        On CUDA, attention runs in the flash kernel, which takes no mask, or in plain arithmetic: the memory-efficient kernel
+        has lost the label mass of masked float32 batches.
+        """
+        modes = [(module, module.training) for module in self.module.modules()]
+        logits_wanted = os.environ.get("UNSLOTH_RETURN_LOGITS")
+        kernels = sdpa_kernel([SDPBackend.FLASH_ATTENTION, SDPBackend.MATH]) if self.device.type == "cuda" else None
+        try:
+            if "unsloth" in sys.modules:  # its forward returns no logits otherwise
+                os.environ["UNSLOTH_RETURN_LOGITS"] = "1"
+            self.module.eval()
+            with torch.no_grad(), kernels or contextlib.nullcontext():
+                yield
+        except torch.OutOfMemoryError as error:
+            raise EngineError(f"{self.device} ran out of memory: {error}. Use a smaller batch size") from error
+        finally:
+            for module, training in modes:
+                module.training = training
+            if logits_wanted is None:
+                os.environ.pop("UNSLOTH_RETURN_LOGITS", None)
+            else:
+                os.environ["UNSLOTH_RETURN_LOGITS"] = logits_wanted
+
+    def last_logits(
+        self,
+        ids: Tensor,
+        *,
+        cache: Any = None,
+        attention_mask: Tensor | None = None,
+        position_ids: Tensor | None = None,
+        use_cache: bool = False,
+    ) -> tuple[Tensor, Any]:
+        """Logits of the token after each row, ``(batch, vocabulary)`` in the model's dtype, and the cache where ``use_cache``.
+
+        ``ids``: ``(batch, new tokens)``. ``attention_mask``: ``(batch, cached + new tokens)``, 1 for real ones; None when all
+        are. ``position_ids``: ``(batch, new tokens)``; None counts on from the cache.
+        """
+        arguments: dict[str, Any] = {"input_ids": ids, "use_cache": use_cache}
+        if self._keeps_last:
+            arguments["logits_to_keep"] = 1
+        if cache is not None:
+            arguments["past_key_values"] = cache
+        if attention_mask is not None:
+            arguments["attention_mask"] = attention_mask
+        if position_ids is not None:
+            arguments["position_ids"] = position_ids
+        output = self.module(**arguments)
+        logits = getattr(output, "logits", None)
+        if not isinstance(logits, Tensor) or logits.dim() != 3 or logits.shape[0] != ids.shape[0]:
+            raise EngineError(f"{type(self.module).__name__} returned no logits of shape (batch, tokens, vocabulary)")
+        return logits[:, -1, :], output.past_key_values if use_cache else None
+
+    def ids_tensor(self, rows: Sequence[Sequence[int]]) -> Tensor:
+        """Rows of one length as an integer tensor on the model's device."""
+        return torch.tensor([list(row) for row in rows], dtype=torch.long, device=self.device)
+
+
+class SharedPrefix:
+    """The keys and values of ids that many prompts begin with, computed once and lent to each batch."""
+
+    def __init__(self, model: LiveModel) -> None:
+        self._model = model
+        self._ids: tuple[int, ...] = ()
+        self._cache: Any = None
+        self.computed_tokens = 0
+
+    def cache_for(self, prefix: tuple[int, ...], batch: int) -> Any:
+        """A cache of ``batch`` rows that holds ``prefix``; the caller may extend it. None when ``prefix`` is empty."""
+        if not prefix:
+            return None
+        if prefix != self._ids:
+            _, self._cache = self._model.last_logits(self._model.ids_tensor([prefix]), use_cache=True)
+            self._ids = prefix
+            self.computed_tokens += len(prefix)
+        cache = copy.deepcopy(self._cache)
+        cache.batch_repeat_interleave(batch)
+        return cache

@@ -1,0 +1,119 @@
+"""Loading causal language models through Transformers, with refusals that say what to do."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from lora_merge.engines.errors import EngineError
+
+DTYPES = ("auto", "bfloat16", "float32", "float16")
+
+
+def resolve_device(device: str) -> torch.device:
+    """``auto`` as CUDA where there is one, else the CPU; anything else by its name."""
+    if device == "auto":
+        return torch.device("cuda:0" if torch.cuda.is_available() else "cpu")
+    try:
+        resolved = torch.device(device)
+    except RuntimeError as error:
+        raise EngineError(f"device {device!r} is unknown; expected auto, cpu or cuda") from error
+    if resolved.type == "cuda" and not torch.cuda.is_available():
+        raise EngineError(f"device {device!r} was asked for and torch {torch.__version__} sees no CUDA device; use --device cpu")
+    return resolved
+
+
+def load_causal_model(
+    path: str | Path,
+    *,
+    dtype: str,
+    device: torch.device,
+    attn_implementation: str | None = None,
+    revision: str | None = None,
+    trust_remote_code: bool = False,
+    bnb_config: Mapping[str, Any] | None = None,
+    quantized: bool = False,
+) -> nn.Module:
+    """The causal language model at ``path`` in evaluation mode on ``device``.
+
+    ``quantized``: through bitsandbytes in 4 bit, by ``bnb_config`` or, when that is None, by what the checkpoint itself stores.
+    Raises :class:`EngineError` when it cannot be loaded so.
+    """
+    from transformers import AutoConfig, AutoModelForCausalLM, BitsAndBytesConfig
+
+    if dtype not in DTYPES:
+        raise EngineError(f"dtype {dtype!r} is unknown; expected one of {', '.join(DTYPES)}")
+    try:
+        config = AutoConfig.from_pretrained(str(path), revision=revision, trust_remote_code=trust_remote_code)
+        _refuse_overflowing_dtype(config, dtype)
+        stored = getattr(config, "quantization_config", None)
+        if quantized and (stored is None) == (bnb_config is None):
+            found = (
+                "has no quantization of its own and none was given"
+                if stored is None
+                else "is already quantized and another was given"
+            )
+            raise EngineError(f"{path} {found}; expected exactly one of the two")
+        arguments: dict[str, Any] = {
+            "dtype": dtype,
+            "device_map": {"": device},
+            "revision": revision,
+            "trust_remote_code": trust_remote_code,
+        }
+        if attn_implementation is not None:
+            arguments["attn_implementation"] = attn_implementation
+        if bnb_config is not None:
+            arguments["quantization_config"] = BitsAndBytesConfig(**bnb_config)
+        model = AutoModelForCausalLM.from_pretrained(str(path), **arguments)
+    except (OSError, ValueError, ImportError, KeyError, RuntimeError) as error:
+        raise EngineError(f"{path} does not load as a causal language model: {error}") from error
+    if quantized and not getattr(model, "is_loaded_in_4bit", False):
+        raise EngineError(
+            f"{path} did not load in 4 bit; expected a bitsandbytes 4-bit model: check load_in_4bit in its settings"
+        )
+    return model.eval()  # type: ignore[no-any-return]
+
+
+def load_adapter(model: nn.Module, adapter: str | Path) -> nn.Module:
+    """``model`` with the PEFT adapter of the folder on top, unmerged and frozen.
+
+    Raises :class:`EngineError` when it does not load, when a part of the model's adapter got no tensor from the folder, or when a
+    tensor of the folder found no place: PEFT only warns of the first and says nothing of the second.
+    """
+    from peft import PeftModel, get_peft_model_state_dict
+    from safetensors import safe_open
+
+    try:
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            adapted = PeftModel.from_pretrained(model, str(adapter), is_trainable=False).eval()
+        stored: set[str] = set()
+        if (file := Path(adapter) / "adapter_model.safetensors").is_file():
+            with safe_open(file, "pt") as tensors:
+                stored = {name for name in tensors.keys() if "lora_" in name}  # noqa: SIM118  safe_open is no mapping
+    except (OSError, ValueError, ImportError, KeyError, RuntimeError, TypeError) as error:
+        raise EngineError(f"adapter {adapter} does not load on {type(model).__name__}: {error}") from error
+    missing = [str(item.message) for item in caught if "missing adapter keys" in str(item.message)]
+    if missing:
+        raise EngineError(
+            f"adapter {adapter} does not fit {type(model).__name__}: {missing[0][:300]}; is this the base it was trained on?"
+        )
+    placed = {name for name in get_peft_model_state_dict(adapted, save_embedding_layers=False) if "lora_" in name}
+    if len(stored) > len(placed):
+        lost = ", ".join(sorted(stored - placed)[:3])
+        raise EngineError(
+            f"adapter {adapter}: {len(stored) - len(placed)} of its tensors have no place in the model, such as {lost}"
+        )
+    return adapted  # type: ignore[no-any-return]
+
+
+def _refuse_overflowing_dtype(config: Any, dtype: str) -> None:
+    stored = str(getattr(config, "dtype", "")).removeprefix("torch.")
+    effective = stored if dtype == "auto" else dtype
+    if effective == "float16" and str(getattr(config, "model_type", "")).startswith("gemma3"):
+        raise EngineError("float16 overflows on Gemma 3 and gives NaN; use bfloat16 or float32")

@@ -1,0 +1,88 @@
+"""What an engine reads from a checkpoint's small files: tokenizer, positions, end-of-sequence ids, library versions."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import json
+from collections.abc import Iterable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from lora_merge.engines.errors import EngineError
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+
+def load_tokenizer(path: str | Path, *, revision: str | None = None, trust_remote_code: bool = False) -> PreTrainedTokenizerBase:
+    """The tokenizer in the folder or hub repository ``path``; :class:`EngineError` when there is none that loads."""
+    from transformers import AutoTokenizer
+
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(str(path), revision=revision, trust_remote_code=trust_remote_code)
+    except (OSError, ValueError, ImportError, KeyError) as error:
+        raise EngineError(f"no tokenizer loads from {path}: {error}") from error
+    if not isinstance(tokenizer("a")["input_ids"], list):
+        raise EngineError(f"the tokenizer of {path} returns {type(tokenizer('a')['input_ids']).__name__}; expected lists of ids")
+    return tokenizer  # type: ignore[no-any-return]
+
+
+def max_positions(folder: str | Path) -> int | None:
+    """Most tokens, prompt and answer together, that the checkpoint in ``folder`` has positions for; None when it does not say."""
+    config = _read_json(Path(folder) / "config.json")
+    text_config = config.get("text_config")
+    for part in (text_config if isinstance(text_config, dict) else {}, config):
+        for name in ("max_position_embeddings", "n_positions", "max_sequence_length"):
+            if isinstance(part.get(name), int):
+                return int(part[name])
+    return None
+
+
+def end_ids(folder: str | Path, tokenizer: PreTrainedTokenizerBase) -> tuple[int, ...]:
+    """The ids that end a text, ascending: those of ``generation_config.json`` (else of ``config.json``) and the tokenizer's EOS.
+
+    Both engines get this one list, because each has its own habit of where to look.
+    """
+    folder = Path(folder)
+    config = _read_json(folder / "config.json")
+    text_config = config.get("text_config")
+    candidates: list[Any] = [config.get("eos_token_id")]
+    candidates += [text_config.get("eos_token_id")] if isinstance(text_config, dict) else []
+    if (folder / "generation_config.json").is_file():
+        stated = _read_json(folder / "generation_config.json").get("eos_token_id")
+        candidates = [stated] if stated is not None else candidates
+    return id_union(*candidates, tokenizer.eos_token_id)
+
+
+def id_union(*values: Any) -> tuple[int, ...]:
+    """Ids, lists of ids and Nones as one ascending tuple without twins."""
+    ids: set[int] = set()
+    for value in values:
+        if isinstance(value, int):
+            ids.add(value)
+        elif isinstance(value, Iterable):
+            ids.update(int(item) for item in value)
+    return tuple(sorted(ids))
+
+
+def library_versions(*names: str) -> dict[str, str]:
+    """``{distribution: version}`` of those of ``names`` that are installed."""
+    versions = {}
+    for name in names:
+        try:
+            versions[name] = importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    return versions
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    try:
+        value = json.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise EngineError(f"{path}: {error.strerror or error}; expected a checkpoint folder") from error
+    except ValueError as error:
+        raise EngineError(f"{path} is not JSON: {error}") from error
+    if not isinstance(value, dict):
+        raise EngineError(f"{path} holds no JSON object")
+    return value

@@ -1,0 +1,303 @@
+"""The Transformers engine: a checkpoint, a 4-bit base with its unmerged adapter, or a model that is already in memory.
+
+Scoring runs in batches of one length, without padding and without a mask, because a padded batch can lose its label mass in an
+attention kernel. Writing sorts by length, fills up what is left over and keeps the flawed kernel out (see
+:meth:`LiveModel.reading <lora_merge.engines.live_model.LiveModel.reading>`).
+"""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+from lora_merge.console import Progress, no_progress
+from lora_merge.engines.batching import common_prefix_length, equal_length_batches, sorted_batches
+from lora_merge.engines.errors import EngineError
+from lora_merge.engines.greedy import TokenCounts, greedy_batch, shareable_prefix
+from lora_merge.engines.labels import DecisionLabels
+from lora_merge.engines.live_model import LiveModel, SharedPrefix, unwrapped
+from lora_merge.engines.loading import load_adapter, load_causal_model, resolve_device
+from lora_merge.engines.model_files import id_union, library_versions, load_tokenizer
+from lora_merge.engines.prompts import Prompt, decode_continuation
+from lora_merge.engines.protocol import Completion, GenerationLimits
+from lora_merge.engines.scores import DecisionScore
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+SCORE_BATCH = 32
+WRITE_BATCH = 128
+_WORTH_SHARING = 8
+"""Fewer shared ids than this over all prompts, and each batch looks for its own shared beginning."""
+
+
+class TransformersEngine:
+    """See the module. Make one with :meth:`from_checkpoint`, :meth:`from_quantized` or :meth:`from_model`.
+
+    ``token_counts`` holds what the last :meth:`generate` computed, waste included.
+    """
+
+    name = "transformers"
+
+    def __init__(
+        self,
+        model: nn.Module,
+        tokenizer: PreTrainedTokenizerBase | None,
+        *,
+        end_ids: tuple[int, ...],
+        source: Mapping[str, Any],
+        batch_size: int = SCORE_BATCH,
+        write_batch_size: int = WRITE_BATCH,
+        share_prefix: bool = False,
+    ) -> None:
+        if batch_size < 1 or write_batch_size < 1:
+            raise EngineError(f"batch sizes are {batch_size} and {write_batch_size}; expected at least 1")
+        self._model: LiveModel | None = LiveModel(model)
+        self.tokenizer = tokenizer
+        self.batch_size = batch_size
+        self.write_batch_size = write_batch_size
+        self.share_prefix = share_prefix and self._model.has_plain_cache
+        self.token_counts = TokenCounts()
+        self._end_ids = end_ids
+        self._source = dict(source)
+
+    @classmethod
+    def from_checkpoint(
+        cls,
+        path: str | Path,
+        *,
+        adapter: str | Path | None = None,
+        dtype: str = "auto",
+        device: str = "auto",
+        attn_implementation: str | None = None,
+        revision: str | None = None,
+        trust_remote_code: bool = False,
+        batch_size: int = SCORE_BATCH,
+        write_batch_size: int = WRITE_BATCH,
+        share_prefix: bool = True,
+    ) -> TransformersEngine:
+        """A 16-bit or float32 checkpoint, with ``adapter`` (a PEFT folder) unmerged on top where one is given.
+
+        ``dtype``: ``auto`` for the checkpoint's own, ``bfloat16``, ``float32`` or ``float16`` (refused for Gemma 3, which
+        overflows). ``attn_implementation``: Transformers' name, None for its default. ``share_prefix``: compute the ids that
+        all prompts begin with once; exact but for rounding.
+        """
+        place = resolve_device(device)
+        model = load_causal_model(
+            path,
+            dtype=dtype,
+            device=place,
+            attn_implementation=attn_implementation,
+            revision=revision,
+            trust_remote_code=trust_remote_code,
+        )
+        tokenizer = load_tokenizer(path, revision=revision, trust_remote_code=trust_remote_code)
+        if adapter is not None:
+            model = load_adapter(model, adapter)
+        return cls(
+            model,
+            tokenizer,
+            end_ids=_model_end_ids(model, tokenizer),
+            source={"model": str(path), "adapter": None if adapter is None else str(adapter), "quantization": None},
+            batch_size=batch_size,
+            write_batch_size=write_batch_size,
+            share_prefix=share_prefix,
+        )
+
+    @classmethod
+    def from_quantized(
+        cls,
+        base: str | Path,
+        adapter: str | Path | None = None,
+        bnb_config: Mapping[str, Any] | None = None,
+        *,
+        dtype: str = "bfloat16",
+        device: str = "auto",
+        attn_implementation: str | None = None,
+        revision: str | None = None,
+        trust_remote_code: bool = False,
+        batch_size: int = SCORE_BATCH,
+        write_batch_size: int = WRITE_BATCH,
+    ) -> TransformersEngine:
+        """The 4-bit base through bitsandbytes, with the unmerged ``adapter`` where one is given: the QLoRA reference.
+
+        ``bnb_config``: arguments of ``transformers.BitsAndBytesConfig``; None for a base that is already a bitsandbytes
+        checkpoint. ``dtype``: of the modules that are not quantized, bfloat16 as a fresh load for QLoRA has them. No prefix
+        is shared: bitsandbytes chooses its kernel by the shape of the batch.
+
+        On CPUs with AVX512-BF16 bitsandbytes repacks its weights at the first forward, so do not read weights from this model
+        after it has scored.
+        """
+        place = resolve_device(device)
+        model = load_causal_model(
+            base,
+            dtype=dtype,
+            device=place,
+            attn_implementation=attn_implementation,
+            revision=revision,
+            trust_remote_code=trust_remote_code,
+            bnb_config=bnb_config,
+            quantized=True,
+        )
+        tokenizer = load_tokenizer(base, revision=revision, trust_remote_code=trust_remote_code)
+        if adapter is not None:
+            model = load_adapter(model, adapter)
+        recipe = {name: str(value) for name, value in bnb_config.items()} if bnb_config is not None else "stored in the base"
+        return cls(
+            model,
+            tokenizer,
+            end_ids=_model_end_ids(model, tokenizer),
+            source={"model": str(base), "adapter": None if adapter is None else str(adapter), "quantization": recipe},
+            batch_size=batch_size,
+            write_batch_size=write_batch_size,
+            share_prefix=False,
+        )
+
+    @classmethod
+    def from_model(
+        cls,
+        model: nn.Module,
+        tokenizer: PreTrainedTokenizerBase | None = None,
+        *,
+        batch_size: int = SCORE_BATCH,
+        write_batch_size: int = WRITE_BATCH,
+        share_prefix: bool = False,
+    ) -> TransformersEngine:
+        """A model in memory, also in the middle of training: its mode and gradients are as before after every call.
+
+        ``tokenizer`` is needed for :meth:`generate` only. Closing lets go of the model and leaves it to its owner.
+        """
+        return cls(
+            model,
+            tokenizer,
+            end_ids=_model_end_ids(model, tokenizer),
+            source={"model": "in memory", "adapter": None, "quantization": None},
+            batch_size=batch_size,
+            write_batch_size=write_batch_size,
+            share_prefix=share_prefix,
+        )
+
+    def score(
+        self, prompts: Sequence[Prompt], labels: DecisionLabels, *, progress: Progress = no_progress
+    ) -> list[DecisionScore]:
+        """See :class:`~lora_merge.engines.protocol.Engine`; the normalizer over the vocabulary is summed in float64."""
+        model = self._live()
+        scores: list[DecisionScore | None] = [None] * len(prompts)
+        prefix = SharedPrefix(model)
+        shared = common_prefix_length(prompts) if self.share_prefix else 0
+        with model.reading():
+            for positions in equal_length_batches(prompts, self.batch_size):
+                batch = [prompts[position] for position in positions]
+                known = common_prefix_length(batch) if self.share_prefix and shared < _WORTH_SHARING else shared
+                ids = model.ids_tensor([prompt.token_ids[known:] for prompt in batch])
+                logits, _ = model.last_logits(ids, cache=prefix.cache_for(batch[0].token_ids[:known], len(batch)))
+                for position, score in zip(positions, _scores(batch, logits, labels), strict=True):
+                    scores[position] = score
+                progress(len(batch))
+        return [score for score in scores if score is not None]
+
+    def generate(
+        self, prompts: Sequence[Prompt], limits: GenerationLimits, *, progress: Progress = no_progress
+    ) -> list[Completion]:
+        """See :class:`~lora_merge.engines.protocol.Engine`. No field of a generation config is applied.
+
+        Batches of similar length, at most ``write_batch_size`` rows; a row that has ended leaves its batch.
+        """
+        model, tokenizer = self._live(), self.tokenizer
+        if tokenizer is None:
+            raise EngineError("generate needs a tokenizer to decode with; give one to TransformersEngine.from_model")
+        stop_ids = frozenset(self._end_ids) | frozenset(limits.stop_token_ids)
+        make_batches = sorted_batches if model.has_plain_cache else equal_length_batches
+        completions: list[Completion | None] = [None] * len(prompts)
+        counts = TokenCounts()
+        prefix = SharedPrefix(model)
+        everywhere = common_prefix_length(prompts)
+        with model.reading():
+            for positions in make_batches(prompts, self.write_batch_size):
+                batch = [prompts[position] for position in positions]
+                shared = shareable_prefix(model, batch, limits.max_new_tokens) if self.share_prefix else 0
+                if everywhere >= _WORTH_SHARING:
+                    shared = min(shared, everywhere)
+                written, cost = greedy_batch(model, batch, limits.max_new_tokens, stop_ids, prefix, shared, progress)
+                counts += cost
+                for position, prompt, ids in zip(positions, batch, written, strict=True):
+                    completions[position] = _completion(tokenizer, prompt, ids, stop_ids)
+        self.token_counts = counts + TokenCounts(shared=prefix.computed_tokens)
+        return [completion for completion in completions if completion is not None]
+
+    def describe(self) -> dict[str, Any]:
+        """See :class:`~lora_merge.engines.protocol.Engine`."""
+        model = self._live()
+        return {
+            "kind": self.name,
+            "versions": library_versions("torch", "transformers", "peft", "bitsandbytes"),
+            "dtype": _dtype_name(model),
+            "device": device_name(model.device),
+            "settings": {
+                **self._source,
+                "attention": str(getattr(model.text_config, "_attn_implementation", None)),
+                "batch_size": self.batch_size,
+                "write_batch_size": self.write_batch_size,
+                "share_prefix": self.share_prefix,
+                "end_ids": list(self._end_ids),
+            },
+        }
+
+    def close(self) -> None:
+        """See :class:`~lora_merge.engines.protocol.Engine`."""
+        self._model = None
+        gc.collect()
+        if torch.cuda.is_available():
+            torch.cuda.empty_cache()
+
+    def _live(self) -> LiveModel:
+        if self._model is None:
+            raise EngineError("the engine is closed; open it again")
+        return self._model
+
+
+def device_name(device: torch.device) -> str:
+    """The GPU's own name for a CUDA device, else ``cpu`` (or whatever the device type is)."""
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
+
+
+def _scores(batch: Sequence[Prompt], logits: Tensor, labels: DecisionLabels) -> list[DecisionScore]:
+    """One score a row of ``logits`` (batch, vocabulary)."""
+    vocabulary = logits.shape[-1]
+    for label in (labels.skip, labels.write):
+        if not 0 <= label.token_id < vocabulary:
+            raise EngineError(
+                f"label {label.text!r} is token {label.token_id}; the model has {vocabulary}: another tokenizer's label"
+            )
+    exact = logits.double()
+    columns = torch.tensor([labels.skip.token_id, labels.write.token_id], device=logits.device)
+    log_probabilities = (exact[:, columns] - exact.logsumexp(dim=-1, keepdim=True)).tolist()
+    likeliest = exact.argmax(dim=-1).tolist()
+    return [
+        DecisionScore.from_log_probabilities(prompt.id, skip, write, token, labels)
+        for prompt, (skip, write), token in zip(batch, log_probabilities, likeliest, strict=True)
+    ]
+
+
+def _completion(tokenizer: PreTrainedTokenizerBase, prompt: Prompt, ids: Sequence[int], stop_ids: frozenset[int]) -> Completion:
+    text = decode_continuation(tokenizer, prompt.token_ids, ids)
+    return Completion(prompt.id, tuple(ids), text, "stop" if ids[-1] in stop_ids else "length")
+
+
+def _model_end_ids(model: nn.Module, tokenizer: PreTrainedTokenizerBase | None) -> tuple[int, ...]:
+    """The end-of-sequence ids of a loaded model: of its generation config, else of its config, and the tokenizer's."""
+    base = unwrapped(model)
+    stated = getattr(getattr(base, "generation_config", None), "eos_token_id", None)
+    config = getattr(base, "config", None)
+    stated = stated if stated is not None else getattr(config, "eos_token_id", None)
+    return id_union(stated, tokenizer.eos_token_id if tokenizer is not None else None)
+
+
+def _dtype_name(model: LiveModel) -> str:
+    """The dtype of the input embedding, which no quantization touches."""
+    return str(unwrapped(model.module).get_input_embeddings().weight.dtype).removeprefix("torch.")

