@@ -27,10 +27,7 @@ _LORA_KEY = re.compile(r"base_model\.model\.(?P<module>.+)\.lora_(?P<half>A|B)\.
 
 # Settings that change nothing about what the stored tensors mean.
 _NEUTRAL = frozenset(
-    "alora_invocation_tokens auto_mapping base_model_name_or_path ensure_weight_tying eva_config exclude_modules fan_in_fan_out "
-    "inference_mode init_lora_weights layers_pattern layers_to_transform loftq_config lora_alpha lora_dropout megatron_config "
-    "megatron_core peft_type peft_version qalora_group_size r revision runtime_config target_modules task_type use_rslora "
-    "rank_pattern alpha_pattern bias parent_library".split()
+    ["alora_invocation_tokens", "auto_mapping", "base_model_name_or_path", "ensure_weight_tying", "eva_config", "exclude_modules", "fan_in_fan_out", "inference_mode", "init_lora_weights", "layers_pattern", "layers_to_transform", "loftq_config", "lora_alpha", "lora_dropout", "megatron_config", "megatron_core", "peft_type", "peft_version", "qalora_group_size", "r", "revision", "runtime_config", "target_modules", "task_type", "use_rslora", "rank_pattern", "alpha_pattern", "bias", "parent_library"]
 )
 # Settings that, switched on, mean more than a plain low-rank update.
 _REFUSED = {

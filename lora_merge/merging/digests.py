@@ -57,3 +57,8 @@ def folder_digests(folder: str | os.PathLike[str], progress: Progress = no_progr
     with ThreadPoolExecutor(jobs or os.cpu_count() or 1) as pool:
         digests = pool.map(lambda name: file_digest(root / name, progress), names)
         return dict(zip(names, digests, strict=True))
+
+
+def adapter_digests(folder: str | os.PathLike[str]) -> dict[str, str]:
+    """What an adapter is known by: the digests of its configuration and its tensors, whatever else lies in its folder."""
+    return {name: file_digest(Path(folder) / name) for name in ("adapter_config.json", "adapter_model.safetensors")}

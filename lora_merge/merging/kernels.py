@@ -63,7 +63,8 @@ def block_absmax(bits: NDArray[np.uint32], block_size: int, absmax_bits: NDArray
         for i in range(part.shape[0]):
             largest = max(largest, part[i] & np.uint32(0x7FFFFFFF))
         absmax_bits[block] = largest
-        finite = finite and largest < np.uint32(0x7F800000)
+        if largest >= np.uint32(0x7F800000):
+            finite = False
     return finite
 
 
@@ -163,7 +164,7 @@ def quantize_dynamic_8bit(
         largest = np.float32(0.0)
         for i in range(start, stop):
             magnitude = abs(values[i])
-            largest = magnitude if magnitude > largest else largest
+            largest = max(largest, magnitude)
         absmax[block] = largest
         inverse = np.float32(1.0) / largest
         for i in range(start, stop):

@@ -92,7 +92,7 @@ class QuantRecipe:
             raise MergeError(f"quantization recipe: found a JSON {type(value).__name__}, expected an object")
         unknown = set(value) - set(_SETTINGS) - {"origins", "assumed"}
         if unknown:
-            raise MergeError(f"quantization recipe: unknown setting {sorted(unknown)[0]!r}; expected {', '.join(_SETTINGS)}")
+            raise MergeError(f"quantization recipe: unknown setting {min(unknown)!r}; expected {', '.join(_SETTINGS)}")
         settings = {name: _hashable(value[name]) for name in _SETTINGS if name in value}
         origins = value.get("origins") or {}
         if not isinstance(origins, dict):

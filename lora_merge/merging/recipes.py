@@ -21,20 +21,27 @@ _VERSION = 1
 
 
 def find_recipe(
-    flags: Mapping[str, Any],
+    given: Mapping[str, Any],
+    quant_config: str | os.PathLike[str] | None,
     base_config: Mapping[str, Any],
     adapter_folder: Path,
 ) -> QuantRecipe:
     """Settle every setting of the recipe by the first source that knows it.
 
-    The order is: explicit ``flags`` (setting -> (value, flag name)); the base's own bitsandbytes configuration; the record
+    The order is: settings ``given`` one by one; the file ``quant_config``; the base's own bitsandbytes configuration; the record
     beside the adapter; the usual QLoRA recipe, marked as assumed.
     """
-    settings: dict[str, Any] = {}
-    origins: dict[str, str] = {}
-    for name, (value, flag) in flags.items():
-        settings[name], origins[name] = value, flag
-    for found in (recipe_of_config(base_config), read_recipe(adapter_folder)):
+    unknown = set(given) - set(RECIPE_FIELDS)
+    if unknown:
+        raise MergeError(f"recipe setting {min(unknown)!r}: expected one of {', '.join(RECIPE_FIELDS)}")
+    settings = dict(given)
+    origins = {name: "given explicitly" for name in given}
+    sources = (
+        _recipe_in_file(Path(quant_config)) if quant_config is not None else None,
+        recipe_of_config(base_config),
+        read_recipe(adapter_folder),
+    )
+    for found in sources:
         if found is not None:
             for name, origin in found.origins.items():
                 if name in RECIPE_FIELDS and name not in settings:
@@ -44,7 +51,18 @@ def find_recipe(
     return QuantRecipe(**settings, origins=origins)
 
 
-def recipe_of_config(config: Mapping[str, Any]) -> QuantRecipe | None:
+def _recipe_in_file(path: Path) -> QuantRecipe:
+    """The recipe in a JSON file: a record of :func:`record_recipe`, or a BitsAndBytesConfig as transformers writes it."""
+    value = read_json(path, "a quantization recipe")
+    if value.get("format") == _FORMAT:
+        return _recipe_of_record(value, path, origin=path.name)
+    found = recipe_of_config({"quantization_config": value}, origin=path.name)
+    if found is None:
+        raise MergeError(f"{path}: neither a {_FORMAT} record nor a BitsAndBytesConfig with load_in_4bit")
+    return found
+
+
+def recipe_of_config(config: Mapping[str, Any], origin: str = "the base's quantization_config") -> QuantRecipe | None:
     """The recipe in a model configuration's ``quantization_config``, or None where that is not 4-bit bitsandbytes.
 
     What the object leaves out means bitsandbytes' own defaults, FP4 without double quantization, since transformers writes
@@ -59,7 +77,7 @@ def recipe_of_config(config: Mapping[str, Any]) -> QuantRecipe | None:
         "double_quant": quantization.get("bnb_4bit_use_double_quant", False),
         "skip_modules": None if skip is None else tuple(skip),
     }
-    return QuantRecipe(**settings, origins=dict.fromkeys(settings, "the base's quantization_config"))
+    return QuantRecipe(**settings, origins=dict.fromkeys(settings, origin))
 
 
 def read_recipe(adapter_folder: Path) -> QuantRecipe | None:
@@ -67,12 +85,15 @@ def read_recipe(adapter_folder: Path) -> QuantRecipe | None:
     path = Path(adapter_folder) / RECIPE_FILE
     if not path.is_file():
         return None
-    record = read_json(path, "the quantization recipe")
+    return _recipe_of_record(read_json(path, "the quantization recipe"), path, origin=RECIPE_FILE)
+
+
+def _recipe_of_record(record: Mapping[str, Any], path: Path, origin: str) -> QuantRecipe:
     if record.get("format") != _FORMAT or record.get("version") != _VERSION:
         raise MergeError(
             f"{path}: format {record.get('format')!r} version {record.get('version')!r}; expected {_FORMAT!r} version {_VERSION}"
         )
-    return QuantRecipe.from_json(record.get("recipe"), origin=RECIPE_FILE)
+    return QuantRecipe.from_json(record.get("recipe"), origin=origin)
 
 
 def recipe_of(model: Any) -> QuantRecipe | None:

@@ -122,6 +122,11 @@ def _are_sizes(values: Any) -> bool:
     return isinstance(values, list) and all(type(value) is int and 0 <= value < 2**63 for value in values)
 
 
+def bytes_of(values: NDArray) -> memoryview:
+    """The bytes of a contiguous array, shared with it."""
+    return memoryview(values.reshape(-1).view(np.uint8).data)
+
+
 def read_exactly(descriptor: int, start: int, buffer: memoryview, path: Path) -> None:
     """Fill ``buffer`` from byte ``start`` of an open file, or raise :class:`MergeError` where the file ends early or fails."""
     filled = 0
@@ -141,7 +146,7 @@ def read_tensor(tensor: TensorInfo) -> NDArray:
     if tensor.nbytes:
         descriptor = os.open(tensor.path, os.O_RDONLY)
         try:
-            read_exactly(descriptor, tensor.start, memoryview(values.reshape(-1)).cast("B"), tensor.path)
+            read_exactly(descriptor, tensor.start, bytes_of(values), tensor.path)
         finally:
             os.close(descriptor)
     return values

@@ -1,0 +1,150 @@
+"""The public functions of a merge; the command line is a thin shell over them."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from lora_merge.console import Progress, no_progress
+from lora_merge.merging.adapter import read_adapter
+from lora_merge.merging.checkpoint import INDEX_FILE, Checkpoint, read_checkpoint
+from lora_merge.merging.digests import adapter_digests, file_digest
+from lora_merge.merging.errors import MergeError
+from lora_merge.merging.folders import resolve_folder
+from lora_merge.merging.manifest import Artifact, MergeManifest, environment
+from lora_merge.merging.plan import MergePlan, make_plan
+from lora_merge.merging.recipes import find_recipe
+from lora_merge.merging.side_files import MANIFEST_FILE, SideFile
+from lora_merge.merging.staging import check_free, staged_folder
+from lora_merge.merging.writer import check_disk, write_plan, write_side_file
+
+
+@dataclass(frozen=True)
+class MergeOptions:
+    """How to merge.
+
+    Attributes:
+        from_4bit: merge through the dequantized 4-bit base, the weights that a QLoRA adapter was trained on.
+        recipe: recipe settings given explicitly, before any other source: ``quant_type``, ``double_quant``, ``block_size``,
+            ``quant_dtype``, ``skip_modules``, ``quantized_modules``.
+        quant_config: a JSON file with the recipe, second to ``recipe``: a record of :func:`record_recipe`, or the
+            ``BitsAndBytesConfig`` that the training script used.
+        dtype: type of the output's floating tensors; None keeps each tensor's own.
+        revision: revision of a base on the hub.
+        trust_remote_code: whether Python code in the base may run to build its architecture.
+        jobs: worker threads; None for one a core.
+        overwrite: whether an earlier merge at the output may be replaced.
+    """
+
+    from_4bit: bool = False
+    recipe: Mapping[str, Any] = field(default_factory=dict)
+    quant_config: str | os.PathLike[str] | None = None
+    dtype: str | None = None
+    revision: str | None = None
+    trust_remote_code: bool = False
+    jobs: int | None = None
+    overwrite: bool = False
+
+
+@dataclass(frozen=True)
+class MergeResult:
+    """A finished merge: the folder, its manifest and the plan that was carried out."""
+
+    out: Path
+    manifest: MergeManifest
+    plan: MergePlan
+
+
+def plan_merge(base: str | os.PathLike[str], adapter: str | os.PathLike[str], options: MergeOptions | None = None) -> MergePlan:
+    """Settle everything that a merge would do, without writing anything.
+
+    Args:
+        base: a folder or hub id of the 16-bit or float32 checkpoint that the adapter's 4-bit base was made from.
+        adapter: a folder or hub id of a PEFT LoRA adapter.
+
+    Raises:
+        MergeError: anything that would keep the merge from being exactly right.
+    """
+    options = options or MergeOptions()
+    base_folder = resolve_folder(os.fspath(base), "base", options.revision)
+    adapter_folder = resolve_folder(os.fspath(adapter), "adapter")
+    checkpoint = read_checkpoint(base_folder)
+    loaded = read_adapter(adapter_folder)
+    given = [*options.recipe] + (["quant_config"] if options.quant_config is not None else [])
+    if given and not options.from_4bit:
+        raise MergeError(f"{given[0]} was given, but the merge goes into the original weights; add --from-4bit")
+    recipe = None
+    if options.from_4bit:
+        recipe = find_recipe(options.recipe, options.quant_config, checkpoint.config, loaded.folder.path)
+    return make_plan(checkpoint, loaded, recipe, options.dtype, options.trust_remote_code)
+
+
+def merge(
+    base: str | os.PathLike[str],
+    adapter: str | os.PathLike[str],
+    out: str | os.PathLike[str],
+    options: MergeOptions | None = None,
+    progress: Progress = no_progress,
+) -> MergeResult:
+    """Merge a LoRA adapter into its base and write the merged checkpoint to ``out``.
+
+    The folder appears complete or not at all. Every merged weight is the float64 sum of base and update rounded once to the output
+    type; every other tensor holds the base's bytes.
+
+    Args:
+        base, adapter: as for :func:`plan_merge`.
+        out: the folder to create.
+        progress: told of bytes written; see :func:`total_bytes` for their sum.
+
+    Raises:
+        MergeError: the merge cannot be done exactly right, or reading or writing failed.
+    """
+    options = options or MergeOptions()
+    return execute(plan_merge(base, adapter, options), out, options, progress)
+
+
+def execute(plan: MergePlan, out: str | os.PathLike[str], options: MergeOptions | None = None, progress: Progress = no_progress) -> MergeResult:
+    """Carry out a plan of :func:`plan_merge`; see :func:`merge`."""
+    options = options or MergeOptions()
+    target = Path(os.path.abspath(Path(out).expanduser()))
+    _check_apart(target, plan)
+    check_free(target, overwrite=options.overwrite, marker=MANIFEST_FILE)
+    check_disk(plan, target)
+    jobs = options.jobs or os.cpu_count() or 1
+    with staged_folder(target, overwrite=options.overwrite, marker=MANIFEST_FILE) as folder:
+        adapter_files = adapter_digests(plan.adapter.folder.path)
+        written = write_plan(plan, folder, jobs=jobs, progress=progress)
+        if adapter_digests(plan.adapter.folder.path) != adapter_files:
+            raise MergeError(f"{plan.adapter.folder.path}: changed while it was merged; merge again when nothing writes to it")
+        base_files = {**written.base, **_base_documents(plan.base)}
+        manifest = MergeManifest(
+            plan.method,
+            Artifact.of(plan.base.folder, base_files),
+            Artifact.of(plan.adapter.folder, adapter_files),
+            plan.recipe,
+            options.dtype,
+            written.output,
+            environment(),
+        )
+        write_side_file(SideFile(MANIFEST_FILE, "written", content=manifest.to_bytes()), folder)
+    return MergeResult(target, manifest, plan)
+
+
+def total_bytes(plan: MergePlan) -> int:
+    """The bytes that :func:`merge` reports to its ``progress`` in all."""
+    return plan.weight_bytes + sum(len(shard.header) for shard in plan.shards)
+
+
+def _base_documents(base: Checkpoint) -> dict[str, str]:
+    names = ["config.json"] + ([INDEX_FILE] if base.index is not None else [])
+    return {name: file_digest(base.folder.path / name) for name in names}
+
+
+def _check_apart(out: Path, plan: MergePlan) -> None:
+    for role, folder in (("base", plan.base.folder.path), ("adapter", plan.adapter.folder.path)):
+        inside = out.resolve()
+        if inside == folder.resolve() or folder.resolve() in inside.parents or inside in folder.resolve().parents:
+            raise MergeError(f"{out}: lies in the {role}'s folder {folder} or around it; choose a folder apart from both")

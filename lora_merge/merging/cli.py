@@ -1,0 +1,133 @@
+"""``lora-merge``: the command line over :func:`lora_merge.merge`."""
+
+from __future__ import annotations
+
+import os
+from typing import TYPE_CHECKING, Any
+
+import click
+
+import lora_merge
+from lora_merge.console import note, progress_bar, quiet_libraries, reports_errors, warn
+
+if TYPE_CHECKING:
+    from lora_merge.merging.api import MergeOptions, MergeResult
+    from lora_merge.merging.plan import MergePlan
+
+FLOAT_TYPES = ("bfloat16", "float16", "float32")
+BLOCK_SIZES = tuple(str(1 << power) for power in range(5, 13))
+
+
+@click.command("lora-merge", context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 110})
+@click.option("--base", required=True, metavar="BASE", help="Base checkpoint in 16-bit or float32 safetensors: a folder or a hub id.")
+@click.option("--adapter", required=True, metavar="ADAPTER", help="PEFT LoRA adapter: a folder or a hub id.")
+@click.option("--out", required=True, metavar="OUT", help="Folder to create; it appears complete or not at all.")
+@click.option("--from-4bit", is_flag=True, help="Merge through the dequantized 4-bit base, the weights a QLoRA adapter was trained on.")
+@click.option("--quant-type", type=click.Choice(["nf4", "fp4"]), help="4-bit type of the training run.")
+@click.option("--double-quant/--no-double-quant", default=None, help="Whether training used double quantization.")
+@click.option("--blocksize", "block_size", type=click.Choice(BLOCK_SIZES), help="Weights a quantization block.  [default: 64]")
+@click.option("--quant-dtype", type=click.Choice(FLOAT_TYPES), help="Type of the weights when they were quantized.  [default: bfloat16]")
+@click.option("--quant-config", metavar="FILE", help="JSON file with the recipe: quantization_recipe.json or a BitsAndBytesConfig.")
+@click.option("--dtype", type=click.Choice(FLOAT_TYPES), help="Type of the output.  [default: each tensor keeps its own]")
+@click.option("--device", type=click.Choice(["auto", "cpu"]), default="auto", show_default=True, help="Where the arithmetic runs.")
+@click.option("--jobs", type=click.IntRange(min=1), metavar="N", help="Worker threads.  [default: one a core]")
+@click.option("--overwrite", is_flag=True, help="Replace an earlier merge at OUT, at the very end.")
+@click.option("--dry-run", is_flag=True, help="Print the plan and write nothing.")
+@click.option("--revision", metavar="R", help="Revision of a base on the hub.")
+@click.option("--trust-remote-code", is_flag=True, help="Let Python code in the base run to build its architecture.")
+@click.option("--format", "output_format", type=click.Choice(["human", "json"]), default="human", show_default=True)
+@click.option("--quiet", is_flag=True, help="No progress and no notes; warnings and errors only.")
+@click.version_option(lora_merge.__version__, prog_name="lora-merge")
+@reports_errors
+def main(base: str, adapter: str, out: str, dry_run: bool, output_format: str, quiet: bool, device: str, **settings: Any) -> None:
+    """Merge a LoRA adapter into its base and write a checkpoint that any engine loads.
+
+    With --from-4bit the base is first taken through the 4-bit quantization the adapter was trained on, so that the merged model decides
+    as the trained one did. The recipe comes from the flags, else from what was recorded beside the adapter, else from the usual QLoRA
+    settings (NF4, double quantization, block 64, bfloat16), which are then marked as assumed.
+
+    Exit codes: 0 merged, 1 impossible or failed (nothing is left behind), 2 usage, 130 interrupted.
+    """
+    quiet_libraries()
+    from lora_merge.merging import api
+
+    options = _options(settings)
+    plan = api.plan_merge(base, adapter, options)
+    _warn_of_recipe(plan)
+    if dry_run:
+        _print_plan(plan, options, output_format)
+        return
+    if not quiet:
+        note(_intention(plan))
+    with progress_bar("merging", api.total_bytes(plan), unit="bytes", quiet=quiet) as progress:
+        result = api.execute(plan, out, options, progress)
+    _print_result(result, output_format)
+
+
+def _options(settings: dict[str, Any]) -> MergeOptions:
+    from lora_merge.merging.api import MergeOptions
+
+    recipe = {name: settings.pop(name) for name in ("quant_type", "double_quant", "block_size", "quant_dtype")}
+    if recipe["block_size"] is not None:
+        recipe["block_size"] = int(recipe["block_size"])
+    return MergeOptions(recipe={name: value for name, value in recipe.items() if value is not None}, **settings)
+
+
+def _warn_of_recipe(plan: MergePlan) -> None:
+    if plan.recipe is not None and plan.recipe.assumed:
+        warn(
+            f"the quantization recipe is assumed ({plan.recipe.describe()}): nothing beside the adapter says how it was trained; "
+            "give --quant-config or the quantization flags to settle it"
+        )
+
+
+def _intention(plan: MergePlan) -> str:
+    merged = sum(1 for tensor in plan.tensors if tensor.operations)
+    through = f"through the 4-bit base ({plan.recipe.describe()}; {plan.recipe.source})" if plan.recipe else "into the original weights"
+    return f"merging {len(plan.adapter.pairs)} updates {through}: {merged} of {len(plan.tensors)} tensors change, {_size(plan.output_bytes)}"
+
+
+def _print_plan(plan: MergePlan, options: MergeOptions, output_format: str) -> None:
+    import json
+
+    jobs = options.jobs or os.cpu_count() or 1
+    if output_format == "json":
+        click.echo(json.dumps(plan.to_json(jobs), indent=2))
+        return
+    for shard in plan.shards:
+        click.echo(f"{shard.file}: {len(shard.tensors)} tensors")
+        for tensor in shard.tensors:
+            steps = " -> ".join(_step(operation.to_json()) for operation in tensor.operations) or (
+                "copied" if tensor.copied else f"cast from {tensor.source.dtype.torch_name}"
+            )
+            click.echo(f"  {tensor.name} {list(tensor.source.shape)} {tensor.dtype.torch_name} {_size(tensor.nbytes)}: {steps}")
+    for file in plan.side_files:
+        click.echo(f"{file.name}: {file.origin}")
+    if plan.recipe is not None:
+        click.echo(f"recipe: {plan.recipe.describe()} ({plan.recipe.source})")
+    click.echo(f"disk: {_size(plan.output_bytes)}, working memory: at most {_size(plan.memory_bytes(jobs))} with {jobs} jobs; nothing was written")
+
+
+def _step(operation: dict[str, Any]) -> str:
+    if operation["operation"] == "add low rank":
+        return f"add rank {operation['rank']} x {operation['scaling']:g}"
+    return f"{operation['operation']} ({operation['recipe']})"
+
+
+def _print_result(result: MergeResult, output_format: str) -> None:
+    import json
+
+    manifest = result.manifest.to_json()
+    if output_format == "json":
+        click.echo(json.dumps({"out": str(result.out), "manifest": manifest}, indent=2))
+        return
+    click.echo(f"merged into {result.out} ({result.manifest.method}); root digest {manifest['output']['root']}")
+
+
+def _size(count: int) -> str:
+    value = float(count)
+    for unit in ("bytes", "KB", "MB", "GB"):
+        if value < 1000 or unit == "GB":
+            return f"{value:,.0f} {unit}" if unit == "bytes" else f"{value:,.1f} {unit}"
+        value /= 1000
+    raise AssertionError("unreachable")

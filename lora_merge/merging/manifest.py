@@ -1,0 +1,143 @@
+"""``merge_manifest.json``: what was merged, how, and the digests that prove it."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+import lora_merge
+from lora_merge.merging.digests import root_digest
+from lora_merge.merging.errors import MergeError
+from lora_merge.merging.folders import ModelFolder, read_json
+from lora_merge.merging.plan import FROM_4BIT, ORIGINAL_WEIGHTS
+from lora_merge.merging.quantization import QuantRecipe
+from lora_merge.merging.side_files import MANIFEST_FILE
+
+FORMAT = "lora-merge/manifest"
+VERSION = 1
+
+
+@dataclass(frozen=True)
+class Artifact:
+    """A folder that took part: how it was named and what it held.
+
+    Attributes:
+        source: what the user gave: a path or a hub id.
+        commit: the hub commit, or None for a folder.
+        path: the absolute folder where it lay, or None for a hub id.
+        files: file name -> hexadecimal SHA-256.
+    """
+
+    source: str
+    commit: str | None
+    path: str | None
+    files: Mapping[str, str]
+
+    @property
+    def root(self) -> str:
+        """The root digest over ``files``."""
+        return root_digest(self.files)
+
+    @property
+    def location(self) -> tuple[str, str | None]:
+        """What to give as base or adapter to find it again, and its revision."""
+        return (self.path or self.source, self.commit if self.path is None else None)
+
+    @classmethod
+    def of(cls, folder: ModelFolder, files: Mapping[str, str]) -> Artifact:
+        path = None if folder.commit else str(folder.path.resolve())
+        return cls(folder.source, folder.commit, path, dict(files))
+
+    def to_json(self) -> dict[str, Any]:
+        files = {name: self.files[name] for name in sorted(self.files)}
+        return {"source": self.source, "commit": self.commit, "path": self.path, "files": files, "root": self.root}
+
+    @classmethod
+    def from_json(cls, value: Any, where: str) -> Artifact:
+        if not isinstance(value, dict) or set(value) != {"source", "commit", "path", "files", "root"}:
+            raise MergeError(f"{where}: expected source, commit, path, files and root")
+        files = value["files"]
+        hexadecimal = set("0123456789abcdef")
+        if not isinstance(files, dict) or not all(
+            isinstance(digest, str) and len(digest) == 64 and set(digest) <= hexadecimal for digest in files.values()
+        ):
+            raise MergeError(f"{where}: files must map names to hexadecimal SHA-256 digests")
+        artifact = cls(value["source"], value["commit"], value["path"], files)
+        if artifact.root != value["root"]:
+            raise MergeError(f"{where}: root {value['root']} is not the root of its files; the manifest was edited")
+        return artifact
+
+
+@dataclass(frozen=True)
+class MergeManifest:
+    """The record of one merge; ``output.files`` lists every file of the folder but the manifest itself."""
+
+    method: str
+    base: Artifact
+    adapter: Artifact
+    recipe: QuantRecipe | None
+    dtype: str | None
+    output: Mapping[str, str]
+    environment: Mapping[str, str]
+
+    def to_json(self) -> dict[str, Any]:
+        """The manifest as it is written."""
+        return {
+            "format": FORMAT,
+            "version": VERSION,
+            "tool": f"lora-merge {lora_merge.__version__}",
+            "method": self.method,
+            "base": self.base.to_json(),
+            "adapter": self.adapter.to_json(),
+            "recipe": self.recipe.to_json() if self.recipe else None,
+            "dtype": self.dtype,
+            "output": {"files": {name: self.output[name] for name in sorted(self.output)}, "root": root_digest(self.output)},
+            "environment": dict(self.environment),
+        }
+
+    def to_bytes(self) -> bytes:
+        """The file's bytes."""
+        return (json.dumps(self.to_json(), indent=2, ensure_ascii=False) + "\n").encode()
+
+
+def read_manifest(folder: str | Path) -> MergeManifest:
+    """Read the manifest of a merged checkpoint.
+
+    Raises:
+        MergeError: there is none, or it is not one that this version understands.
+    """
+    path = Path(folder) / MANIFEST_FILE
+    value = read_json(path, "a merge manifest (is this a checkpoint that lora-merge wrote?)")
+    if value.get("format") != FORMAT or value.get("version") != VERSION:
+        raise MergeError(f"{path}: format {value.get('format')!r} version {value.get('version')!r}; expected {FORMAT!r} version {VERSION}")
+    if value.get("method") not in (FROM_4BIT, ORIGINAL_WEIGHTS):
+        raise MergeError(f"{path}: method {value.get('method')!r}; expected {FROM_4BIT!r} or {ORIGINAL_WEIGHTS!r}")
+    output = value.get("output")
+    files = output.get("files") if isinstance(output, dict) else None
+    if not isinstance(files, dict) or not isinstance(output, dict) or output.get("root") != root_digest(files):
+        raise MergeError(f"{path}: the output's root is not the root of its files; the manifest was edited")
+    recipe = value.get("recipe")
+    return MergeManifest(
+        value["method"],
+        Artifact.from_json(value.get("base"), f"{path}: base"),
+        Artifact.from_json(value.get("adapter"), f"{path}: adapter"),
+        QuantRecipe.from_json(recipe) if recipe is not None else None,
+        value.get("dtype"),
+        files,
+        value.get("environment") or {},
+    )
+
+
+def environment() -> dict[str, str]:
+    """Versions of the libraries that a merge's result can depend on, where installed."""
+    found = {}
+    for name in ("bitsandbytes", "numba", "numpy", "safetensors", "torch", "transformers"):
+        try:
+            found[name] = version(name)
+        except PackageNotFoundError:
+            continue
+    return found
