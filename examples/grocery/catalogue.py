@@ -1,7 +1,7 @@
 """The shop: what is on the shelves and what the goods are used for.
 
-A *kind* is a shelf of goods that replace each other (six cuts of pork for grilling). Kinds are the grain of the rule: which goods go
-together is decided by kind, so that a model which has met an item often enough can judge a pair that it has never seen.
+A *kind* is a shelf of goods that replace each other (six cuts of pork for grilling). Kinds are the grain of the rule: which
+goods go together is decided by kind, so that a model which has met an item often enough can judge a pair it has never seen.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ class Kind:
 
     name: str
     category: str
-    #: The tables that the kind is served at (``"한식"``, ``"양식"``, ``"분식"``, ``"간식"``, ``"술상"``); none for household goods.
+    #: The tables that the kind is served at, keys of :data:`TABLES`; none for household goods.
     tables: tuple[str, ...]
     items: tuple[str, ...]
 

@@ -8,10 +8,10 @@ The rule, in this order, on the kinds (shelves) of the two goods:
 
 1. both kinds play different parts in one dish or use: **write**, and the text names the occasion;
 2. the kinds share a table (Korean, Western, snack, ...) but no use: the **grey zone**. Customers differ. Each two kinds have a
-   probability of ``write``, and each pair's label is drawn with it, so that no model can be right every time and a good one says so;
+   probability of ``write``, and each pair's label is drawn with it: no model can be right every time, and a good one says so;
 3. otherwise, goods of one kind (which replace each other) included: **skip**.
 
-Everything is a function of the seed and of names, through SHA-256: no generator state, the same rows on every platform and version.
+Everything is a function of the seed and of names, through SHA-256: no generator state, the same rows on every platform.
 """
 
 from __future__ import annotations
@@ -92,7 +92,7 @@ def judge(one: Kind, other: Kind, seed: int = SEED) -> Judgement:
     shared = [table for table in one.tables if table in other.tables]
     if one == other or not shared:
         return Judgement("skip", None, 0.0)
-    # The more tables in common the likelier; goods of one category compete rather than complement; the rest is the customers' taste.
+    # The more tables in common the likelier; goods of one category rather compete; the rest is the customers' taste.
     taste = 0.5 + 0.2 * (len(shared) - 1) - 0.2 * (one.category == other.category)
     taste += 0.5 * (chance(seed, "taste", one.name, other.name) - 0.5)
     table = shared[int(chance(seed, "table", one.name, other.name) * len(shared))]
@@ -126,7 +126,7 @@ def split_pairs(seed: int = SEED) -> dict[str, tuple[Pair, ...]]:
 
 
 def unseen_pairs(count: int, seed: int = SEED) -> list[Pair]:
-    """``count`` distinct prompts whose pairs are not in training: held-out pairs first, then the rest, then both in the other order.
+    """``count`` distinct prompts whose pairs are not in training: held-out ones, the rest, then both in the other order.
 
     Zones come in the shares of :data:`SHARES`, as in training.
     """
@@ -141,6 +141,13 @@ def unseen_pairs(count: int, seed: int = SEED) -> list[Pair]:
             raise ValueError(f"zone {zone}: {len(pairs)} unseen prompts exist, {wanted} wanted; lower --count")
         chosen += pairs[:wanted]
     return list(_shuffled(chosen, seed, "unseen"))
+
+
+def validation_pairs(count: int, seed: int = SEED) -> list[Pair]:
+    """``count`` pairs in neither training nor the held-out prompts, half of them clear write and half clear skip."""
+    rest = split_pairs(seed)["rest"]
+    zones = [[pair for pair in rest if pair.judgement.zone == zone][: count // 2] for zone in (WRITE, SKIP)]
+    return list(_shuffled(itertools.chain(*zones), seed, "validation"))
 
 
 def _shuffled(pairs: Iterable[Pair], seed: int, purpose: str) -> tuple[Pair, ...]:
@@ -172,19 +179,26 @@ def row(identity: str, pair: Pair) -> dict[str, Any]:
 
 
 def rows(split: str, count: int | None = None, seed: int = SEED) -> list[dict[str, Any]]:
-    """The rows of ``"heldout"``, ``"train"`` (with an ``answer`` each) or ``"unseen"``; the first ``count`` of them."""
+    """The rows of ``"heldout"``, ``"train"`` (with an ``answer`` each), ``"validation"`` or ``"unseen"``.
+
+    ``count``: how many of them; by default all, 1,000 for validation and 10,000 unseen ones.
+    """
     if split == "unseen":
-        return [row(f"unseen-{n:05}", pair) for n, pair in enumerate(unseen_pairs(count or 10_000, seed), 1)]
-    made = [row(f"{split}-{n:05}", pair) for n, pair in enumerate(split_pairs(seed)[split][:count], 1)]
+        chosen = unseen_pairs(count or 10_000, seed)
+    elif split == "validation":
+        chosen = validation_pairs(count or 1_000, seed)
+    else:
+        chosen = list(split_pairs(seed)[split][:count])
+    made = [row(f"{split}-{number:05}", pair) for number, pair in enumerate(chosen, 1)]
     if split == "train":
-        for line, pair in zip(made, split_pairs(seed)["train"], strict=False):
+        for line, pair in zip(made, chosen, strict=True):
             line["answer"] = answer_text(pair, seed)
     return made
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description="Write grocery pairs as JSON Lines.")
-    parser.add_argument("split", choices=("heldout", "train", "unseen"))
+    parser.add_argument("split", choices=("heldout", "train", "validation", "unseen"))
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--count", type=int, help="only so many rows (unseen: 10,000 unless told)")
     parser.add_argument("--seed", type=int, default=SEED)

@@ -128,6 +128,14 @@ def test_unseen_prompts_are_distinct_and_not_trained_on(train: list[dict[str, An
     assert not {unordered(row) for row in unseen} & {unordered(row) for row in train}
 
 
+def test_validation_shares_no_pair_with_training_or_the_held_out_prompts(
+    train: list[dict[str, Any]], heldout: list[dict[str, Any]]
+) -> None:
+    validation = pairs.rows("validation", 1_000)
+    assert Counter(row["expected"] for row in validation if not row["grey"]) == {"write": 500, "skip": 500}
+    assert not {unordered(row) for row in validation} & {unordered(row) for row in train + heldout}
+
+
 def test_too_many_unseen_prompts_are_refused() -> None:
     with pytest.raises(ValueError, match="unseen prompts exist"):
         pairs.rows("unseen", 200_000)
@@ -146,7 +154,13 @@ def test_the_shipped_prompts_are_what_the_generator_makes(grocery: Path, heldout
 
 @pytest.mark.parametrize(
     ("noun", "particles", "spelled"),
-    [("우유", "를을", "우유를"), ("식빵", "를을", "식빵을"), ("두부", "와과", "두부와"), ("딸기잼", "와과", "딸기잼과"), ("김", "가이", "김이")],
+    [
+        ("우유", "를을", "우유를"),
+        ("식빵", "를을", "식빵을"),
+        ("두부", "와과", "두부와"),
+        ("딸기잼", "와과", "딸기잼과"),
+        ("김", "가이", "김이"),
+    ],
 )
 def test_particles_follow_the_final_consonant(noun: str, particles: str, spelled: str) -> None:
     assert format(Noun(noun), particles) == spelled
