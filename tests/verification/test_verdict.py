@@ -1,0 +1,352 @@
+"""Judging, in both directions, at the boundary of every limit and for every precondition.
+
+Oracle of the bounds: tests/verification/test_statistics.py; here it is which side of a limit they fall on that counts.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import numpy as np
+import pytest
+from scipy import stats
+
+from lora_merge.engines.scores import DecisionScore
+from tests.verification.builders import LABELS, OTHER_ID, QUIET_FLOOR, SKIP_ID, WRITE_ID, measurements, ordinary, scores
+from verification import statistics
+from verification.checks import Check, Outcome
+from verification.errors import VerificationError
+from verification.limits import Limits
+from verification.measurement import Measurements, NoiseFloor
+from verification.verdict import Verdict, judge
+
+PASSED, WARNED, FAILED, INCONCLUSIVE = Outcome.PASSED, Outcome.WARNED, Outcome.FAILED, Outcome.INCONCLUSIVE
+
+
+def check(verdict: Verdict, name: str) -> Check:
+    found = [entry for entry in verdict.checks if entry.name == name]
+    assert len(found) == 1, f"{name}: {[entry.name for entry in verdict.checks]}"
+    return found[0]
+
+
+def with_arm(source: Measurements, arm: str, new: list[DecisionScore]) -> Measurements:
+    rows = tuple(dataclasses.replace(row, scores={**row.scores, arm: score}) for row, score in zip(source.rows, new, strict=True))
+    return dataclasses.replace(source, rows=rows)
+
+
+def test_a_right_merge_passes() -> None:
+    verdict = judge(ordinary(), Limits(0.02))
+    assert verdict.outcome is PASSED, verdict.reasons
+    assert verdict.exit_code == 0
+    assert verdict.reasons == ()
+    assert check(verdict, "mean-delta").value == pytest.approx(0.008)
+
+
+def test_the_wrong_base_fails() -> None:
+    verdict = judge(ordinary(drift=0.14), Limits(0.02))
+    assert (verdict.outcome, verdict.exit_code) == (FAILED, 1)
+    assert "the mean itself is above the limit 0.02" in verdict.reasons[0]
+
+
+def test_the_limit_is_held_against_the_bound_not_the_mean() -> None:
+    source = ordinary(drift=0.008)
+    bound = statistics.mean_upper_bound(np.abs(_delta(source)))
+    assert bound > 0.0081
+    assert judge(source, Limits(bound)).outcome is PASSED
+    just_below = judge(source, Limits(bound * (1 - 1e-9)))
+    assert just_below.outcome is FAILED
+    assert "the bound is above the limit" in just_below.reasons[0]
+    assert "prompts like these would settle it" in just_below.reasons[0]
+
+
+def test_twenty_prompts_are_too_few_for_a_right_merge() -> None:
+    verdict = judge(ordinary(20), Limits(0.02))
+    assert (verdict.outcome, verdict.exit_code) == (INCONCLUSIVE, 3)
+    assert "20 prompts): too few for the limit 0.02; about 300 prompts like these would settle it" in verdict.reasons[0]
+
+
+def test_twenty_prompts_are_enough_to_refuse_the_wrong_base() -> None:
+    assert check(judge(ordinary(20, drift=0.2), Limits(0.02)), "mean-delta").outcome is FAILED
+
+
+def test_fewer_than_300_prompts_pass_by_the_bound_without_assumptions() -> None:
+    source = ordinary(299, drift=0.004)
+    verdict = judge(source, Limits(0.02))
+    assert verdict.outcome is PASSED, verdict.reasons
+    found = check(verdict, "mean-delta")
+    assert found.bound == statistics.guaranteed_upper_bound(np.abs(_delta(source)))
+    assert "without assumptions" in found.detail
+    assert check(judge(ordinary(300, drift=0.004), Limits(0.02)), "mean-delta").bound < found.bound
+
+
+def test_losing_label_mass_fails_although_the_conditional_probability_stays() -> None:
+    source = ordinary()
+    reference = source.arrays("reference").skip_probability
+    verdict = judge(with_arm(source, "merged", scores(reference, mass=0.9)), Limits(0.02))
+    assert check(verdict, "mean-delta").value == pytest.approx(0, abs=1e-12)
+    assert check(verdict, "label-mass-loss").outcome is FAILED
+    assert check(verdict, "label-mass-loss").value == pytest.approx(0.09)
+    assert verdict.outcome is FAILED
+
+
+def test_gaining_label_mass_does_not_fail() -> None:
+    source = ordinary()
+    reference = source.arrays("reference").skip_probability
+    verdict = judge(with_arm(source, "merged", scores(reference, mass=0.999)), Limits(0.02))
+    assert check(verdict, "label-mass-loss").value == pytest.approx(-0.009)
+    assert verdict.outcome is PASSED
+
+
+@pytest.mark.parametrize(("mass", "outcome"), [(0.9501, PASSED), (0.949, WARNED), (0.501, WARNED), (0.499, INCONCLUSIVE)])
+def test_label_mass_of_the_reference(mass: float, outcome: Outcome) -> None:
+    reference = ordinary().arrays("reference").skip_probability
+    source = with_arm(with_arm(ordinary(), "reference", scores(reference, mass)), "merged", scores(reference, mass))
+    verdict = judge(source, Limits(0.02))
+    assert check(verdict, "label-mass").outcome is outcome
+    assert verdict.outcome is outcome
+    assert verdict.exit_code == {PASSED: 0, WARNED: 0, INCONCLUSIVE: 3}[outcome]
+
+
+def test_a_limit_at_the_noise_floor_is_inconclusive() -> None:
+    floors = (QUIET_FLOOR, NoiseFloor("merged in batches of 8 against 32", 400, 0.012, 0.05, 3))
+    source = _with_floors(ordinary(drift=0.001), floors)
+    assert judge(source, Limits(0.0121)).outcome is PASSED
+    at_floor = judge(source, Limits(0.012))
+    assert at_floor.outcome is INCONCLUSIVE
+    assert "0.0120 (merged in batches of 8 against 32, 400 prompts); the limit 0.012 is not above it" in at_floor.reasons[0]
+
+
+def test_without_a_noise_floor_nothing_is_concluded() -> None:
+    assert check(judge(_with_floors(ordinary(), ()), Limits(0.02)), "noise-floor").outcome is INCONCLUSIVE
+
+
+def test_flips_beyond_twice_the_floor_warn() -> None:
+    size = 1000
+    # The largest number of flips whose lower bound is not yet above twice the upper bound of 1 in 400.
+    twice = 2 * stats.beta.ppf(0.95, 2, 399)
+    most = max(flips for flips in range(1, 100) if stats.beta.ppf(0.05, flips, size - flips + 1) <= twice)
+    for flips, outcome in ((most, PASSED), (most + 1, WARNED)):
+        verdict = judge(_with_flips(size, flips), Limits(0.02))
+        assert check(verdict, "flips-against-floor").outcome is outcome
+        assert verdict.outcome is outcome
+
+
+def test_an_argmax_outside_the_labels_is_a_flip() -> None:
+    source = ordinary()
+    merged = [row.scores["merged"] for row in source.rows]
+    strayed = [dataclasses.replace(score, argmax=OTHER_ID, decision="other") for score in merged[:100]] + merged[100:]
+    verdict = judge(with_arm(source, "merged", strayed), Limits(0.02))
+    assert check(verdict, "flips-against-floor").outcome is WARNED
+    each_way = verdict.numbers["drift"]["argmax_flips_each_way"]
+    assert each_way["skip->other"] + each_way["write->other"] == 100
+    assert verdict.numbers["drift"]["argmax_flips"] == 100
+
+
+def test_an_adapter_that_does_not_move_the_base_is_inconclusive() -> None:
+    source = ordinary()
+    reference = source.arrays("reference").skip_probability
+    verdict = judge(with_arm(source, "base", scores(reference + 0.019)), Limits(0.02))
+    assert verdict.outcome is INCONCLUSIVE
+    assert "moves the skip probability by 0.0190" in verdict.reasons[0]
+    assert judge(with_arm(source, "base", scores(reference + 0.09)), Limits(0.02)).outcome is PASSED
+
+
+def test_a_control_on_a_sample_is_enough() -> None:
+    source = ordinary()
+    sample = [row.scores["base"] for row in source.rows[:60]]
+    arms = {arm: [row.scores[arm] for row in source.rows] for arm in ("reference", "merged")}
+    verdict = judge(measurements({**arms, "base": sample}), Limits(0.02))
+    assert verdict.outcome is PASSED, verdict.reasons
+    assert verdict.numbers["control"]["prompts"] == 60
+
+
+def test_without_a_control_it_is_a_warning() -> None:
+    source = ordinary()
+    arms = {arm: [row.scores[arm] for row in source.rows] for arm in ("reference", "merged")}
+    verdict = judge(measurements(arms), Limits(0.02))
+    assert (verdict.outcome, verdict.exit_code) == (WARNED, 0)
+    assert check(verdict, "control").outcome is WARNED
+
+
+def test_a_reference_no_better_than_the_bare_base_is_inconclusive() -> None:
+    source = ordinary()
+    right = ["skip" if row.scores["reference"].decision == "skip" else "write" for row in source.rows]
+    half = [answer if index % 2 else ("write" if answer == "skip" else "skip") for index, answer in enumerate(right)]
+    assert judge(_with_expected(source, right), Limits(0.02)).outcome is PASSED
+    verdict = judge(_with_expected(source, half), Limits(0.02))
+    assert verdict.outcome is INCONCLUSIVE
+    assert "reference 0.500, merged 0.500, bare base 0.500" in verdict.reasons[0]
+
+
+def test_expected_answers_that_are_no_labels_are_not_used() -> None:
+    verdict = judge(_with_expected(ordinary(), ["maybe"] * 400), Limits(0.02))
+    assert verdict.numbers["accuracy"] is None
+    assert verdict.outcome is PASSED
+
+
+@pytest.mark.parametrize("arm", ["reference", "merged", "base"])
+@pytest.mark.parametrize("broken", [float("nan"), float("-inf")])
+def test_a_number_that_is_none_is_inconclusive(arm: str, broken: float) -> None:
+    source = ordinary()
+    arm_scores = [row.scores[arm] for row in source.rows]
+    arm_scores[7] = DecisionScore("p7", broken, -1.0, WRITE_ID, "write")
+    verdict = judge(with_arm(source, arm, arm_scores), Limits(0.02))
+    assert verdict.outcome is INCONCLUSIVE
+    assert f"arm {arm} has NaN or infinite scores for 1 of 400 prompts" in verdict.reasons[0]
+
+
+def test_a_finding_from_before_scoring_counts() -> None:
+    source = ordinary()
+    for outcome in (WARNED, FAILED, INCONCLUSIVE):
+        finding = Check("recipe-provenance", outcome, "the recipe was assumed")
+        with_finding = dataclasses.replace(source, conditions=dataclasses.replace(source.conditions, findings=(finding,)))
+        assert judge(with_finding, Limits(0.02)).outcome is outcome
+
+
+def test_inconclusive_outweighs_failed() -> None:
+    source = _with_floors(ordinary(drift=0.14), (NoiseFloor("noise", 400, 0.03, 0.1, 0),))
+    verdict = judge(source, Limits(0.02))
+    assert {FAILED, INCONCLUSIVE} <= {entry.outcome for entry in verdict.checks}
+    assert verdict.outcome is INCONCLUSIVE
+
+
+def test_p99_limit() -> None:
+    source = ordinary()
+    bound = statistics.quantile_upper_bound(np.abs(_delta(source)), 0.99)
+    assert bound is not None
+    assert judge(source, Limits(0.02, max_p99_delta=bound)).outcome is PASSED
+    assert judge(source, Limits(0.02, max_p99_delta=bound * (1 - 1e-9))).outcome is FAILED
+    assert check(judge(ordinary(298), Limits(0.02, max_p99_delta=0.9)), "p99-delta").outcome is INCONCLUSIVE
+
+
+def test_absolute_limit() -> None:
+    source = ordinary()
+    largest = float(np.abs(_delta(source)).max())
+    assert judge(source, Limits(0.02, max_abs_delta=largest)).outcome is PASSED
+    assert judge(source, Limits(0.02, max_abs_delta=largest * (1 - 1e-9))).outcome is FAILED
+
+
+@pytest.mark.parametrize("direction", [-1, 1])
+def test_bias_limit(direction: int) -> None:
+    source = ordinary()
+    reference = source.arrays("reference").skip_probability
+    spread = np.random.default_rng(0).normal(0.006, 0.003, 400) * direction
+    shifted = with_arm(source, "merged", scores(reference + spread))
+    assert judge(shifted, Limits(0.02)).outcome is PASSED
+    assert check(judge(shifted, Limits(0.02, max_bias=0.007)), "bias").outcome is PASSED
+    failed = check(judge(shifted, Limits(0.02, max_bias=0.006)), "bias")
+    assert failed.outcome is FAILED
+    assert np.sign(failed.value) == direction
+    assert check(judge(ordinary(299), Limits(0.02, max_bias=0.5)), "bias").outcome is INCONCLUSIVE
+
+
+def test_flip_rate_limit() -> None:
+    source = _with_flips(1000, 3)
+    bound = statistics.rate_bounds(3, 1000)[1]
+    assert judge(source, Limits(0.02, max_flip_rate=bound)).outcome is PASSED
+    verdict = judge(source, Limits(0.02, max_flip_rate=bound * (1 - 1e-9)))
+    assert check(verdict, "flip-rate-argmax").outcome is FAILED
+    assert check(verdict, "flip-rate-threshold").outcome is FAILED
+    few = judge(ordinary(200), Limits(0.05, max_flip_rate=0.01))
+    assert check(few, "flip-rate-argmax").outcome is INCONCLUSIVE  # 0 of 200 bounds the rate by 1.5 % only
+
+
+def test_flips_at_the_threshold_follow_the_threshold() -> None:
+    reference = np.full(400, 0.30)
+    source = measurements({"reference": scores(reference), "merged": scores(reference + 0.01), "base": scores(1 - reference)})
+    assert judge(source, Limits(0.02, skip_threshold=0.5)).numbers["drift"]["threshold_flips"] == 0
+    drift = judge(source, Limits(0.02, skip_threshold=0.305)).numbers["drift"]
+    assert drift["threshold_flips_each_way"] == {"kept->dropped": 400, "dropped->kept": 0}
+    assert drift["argmax_flips"] == 0
+
+
+def test_numbers_against_arithmetic_written_out() -> None:
+    source = measurements(
+        {
+            "reference": scores([0.25, 0.65, 0.95], mass=[0.9, 0.8, 1.0]),
+            "merged": scores([0.35, 0.45, 0.95], mass=[0.9, 0.9, 0.7]),
+        }
+    )
+    numbers = judge(source, Limits(0.02)).numbers
+    drift = numbers["drift"]
+    assert drift["mean_abs_delta"] == pytest.approx((0.1 + 0.2 + 0.0) / 3)
+    assert drift["bias"] == pytest.approx((0.1 - 0.2 + 0.0) / 3)
+    assert drift["rms_delta"] == pytest.approx(((0.01 + 0.04) / 3) ** 0.5)
+    assert drift["max_abs_delta"] == pytest.approx(0.2)
+    assert drift["signed_percentiles"]["50"] == pytest.approx(0.0, abs=1e-12)
+    assert drift["argmax_flips_each_way"]["skip->write"] == 1
+    assert drift["threshold_flips_each_way"] == {"kept->dropped": 0, "dropped->kept": 1}
+    assert drift["mean_mass_loss"] == pytest.approx((0 - 0.1 + 0.3) / 3)
+    assert numbers["label_mass"]["merged"]["min"] == pytest.approx(0.7)
+    assert [(bucket["from"], bucket["prompts"]) for bucket in numbers["buckets"]] == [(0.2, 1), (0.6, 1), (0.9, 1)]
+
+
+def test_the_slice_that_drives_the_drift_is_found() -> None:
+    rng = np.random.default_rng(4)
+    group = rng.integers(0, 4, 400)
+    reference = rng.uniform(0.2, 0.4, 400)
+    merged = reference + np.where(group == 2, 0.05, 0.002)
+    fields = [{"shop": f"shop {kind}", "row": index} for index, kind in enumerate(group)]
+    arms = {"reference": scores(reference), "merged": scores(merged)}
+    slices = judge(measurements(arms, fields), Limits(0.02)).numbers["slices"]
+    assert (slices[0]["field"], slices[0]["value"]) == ("shop", "shop 2")
+    assert slices[0]["mean_abs_delta"] == pytest.approx(0.05)
+    assert slices[0]["prompts"] == int((group == 2).sum())
+    assert len(slices) == 1  # the other shops drift less than average, and "row" is different everywhere
+
+
+def test_split_separates_merge_and_engine_drift() -> None:
+    base = np.full(300, 0.4)
+    arms: dict[str, Any] = {
+        "reference": scores(base + 0.003),
+        "merged": scores(base + 0.012),
+        "reference_float32": scores(base),
+        "merged_float32": scores(base + 0.002),
+    }
+    split = judge(measurements(arms), Limits(0.02)).numbers["split"]
+    assert split["merge_drift"]["mean_abs_delta"] == pytest.approx(0.002)
+    assert split["engine_drift"]["mean_abs_delta"] == pytest.approx(0.010)
+    assert split["reference_arithmetic"]["mean_abs_delta"] == pytest.approx(0.003)
+
+
+def test_judging_twice_gives_the_same_verdict() -> None:
+    assert judge(ordinary(), Limits(0.02)).to_json() == judge(ordinary(), Limits(0.02)).to_json()
+
+
+def test_an_unknown_limit_is_an_error() -> None:
+    with pytest.raises(VerificationError, match="'max_p95_delta' is no limit"):
+        Limits.from_mapping({"max_delta": 0.02, "max_p95_delta": 0.1})
+
+
+@pytest.mark.parametrize(
+    "values", [{"max_delta": 0.0}, {"max_delta": 1.0}, {"max_delta": None}, {"max_bias": -0.1}, {"skip_threshold": 1.5}]
+)
+def test_limits_outside_their_range_are_errors(values: dict[str, Any]) -> None:
+    with pytest.raises(VerificationError, match="expected a number"):
+        Limits.from_mapping(values)
+
+
+def _delta(source: Measurements) -> np.ndarray:
+    first, second = source.paired("reference", "merged")
+    return second.skip_probability - first.skip_probability
+
+
+def _with_floors(source: Measurements, floors: tuple[NoiseFloor, ...]) -> Measurements:
+    return dataclasses.replace(source, conditions=dataclasses.replace(source.conditions, noise_floors=floors))
+
+
+def _with_flips(size: int, flips: int) -> Measurements:
+    """``flips`` prompts at 0.499 turn to 0.501; all others stay exactly."""
+    reference = np.where(np.arange(size) < flips, 0.499, 0.25)
+    merged = np.where(np.arange(size) < flips, 0.501, 0.25)
+    return measurements({"reference": scores(reference), "merged": scores(merged), "base": scores(1 - reference)})
+
+
+def _with_expected(source: Measurements, expected: list[str]) -> Measurements:
+    rows = tuple(dataclasses.replace(row, fields={"expected": answer}) for row, answer in zip(source.rows, expected, strict=True))
+    return dataclasses.replace(source, rows=rows)
+
+
+def test_the_builders_decisions_are_the_labels() -> None:
+    assert [LABELS.decision_of(token) for token in (SKIP_ID, WRITE_ID, OTHER_ID)] == ["skip", "write", "other"]

@@ -1,0 +1,1 @@
+"""Scores the QLoRA reference and the merged checkpoint, judges, explains, certifies."""

@@ -1,0 +1,104 @@
+"""The checks that decide whether the measurement says anything at all. Each that does not hold makes the verdict inconclusive."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import numpy as np
+
+from verification import statistics, summary
+from verification.checks import Check, Outcome
+from verification.limits import Limits
+from verification.measurement import ARMS, Measurements
+from verification.summary import Comparison
+
+LEAST_LABEL_MASS = 0.5
+USUAL_LABEL_MASS = 0.95
+
+PASSED, WARNED, INCONCLUSIVE = Outcome.PASSED, Outcome.WARNED, Outcome.INCONCLUSIVE
+
+
+def preconditions(measurements: Measurements, limits: Limits) -> Iterator[Check]:
+    """Those that follow from the scores; the others were settled before scoring and are among the findings."""
+    yield _label_mass(measurements)
+    yield _noise_floor(measurements, limits.max_delta)
+    yield _control(measurements, limits)
+    yield from _accuracy(measurements)
+
+
+def non_finite(measurements: Measurements) -> Check | None:
+    """The check that fails when a score is NaN or infinite; None when all are finite. Nothing else may be computed then."""
+    for arm in ARMS:
+        scores = [row.scores[arm] for row in measurements.rows if arm in row.scores]
+        finite = np.isfinite([(score.log_p_skip, score.log_p_write) for score in scores]) if scores else np.ones((0, 2), bool)
+        broken = int((~finite.all(axis=1)).sum())
+        if broken:
+            found = f"arm {arm} has NaN or infinite scores for {broken} of {len(scores)} prompts"
+            reason = f"{found}: it overflowed, or its weights are broken"
+            return Check("finite", INCONCLUSIVE, reason, float(broken), None, 0.0)
+    return None
+
+
+def _label_mass(measurements: Measurements) -> Check:
+    mean = float(measurements.arrays("reference").label_mass.mean())
+    found = f"the reference puts {mean:.4f} of its probability on the two labels"
+    if mean < LEAST_LABEL_MASS:
+        reason = (
+            f"{found}, expected at least {LEAST_LABEL_MASS:g}: it does not answer the question; check prompts, prefill and labels"
+        )
+        return Check("label-mass", INCONCLUSIVE, reason, mean, None, LEAST_LABEL_MASS)
+    if mean < USUAL_LABEL_MASS:
+        return Check(
+            "label-mass", WARNED, f"{found}; a trained adapter usually reaches {USUAL_LABEL_MASS:g}", mean, None, USUAL_LABEL_MASS
+        )
+    return Check("label-mass", PASSED, found, mean, None, USUAL_LABEL_MASS)
+
+
+def _noise_floor(measurements: Measurements, limit: float) -> Check:
+    floors = measurements.conditions.noise_floors
+    if not floors:
+        return Check(
+            "noise-floor", INCONCLUSIVE, "no noise floor was measured, so nobody knows what the limit means", None, None, limit
+        )
+    floor = max(floors, key=lambda entry: entry.mean_abs_delta)
+    found = f"arithmetic alone moves the mean |delta| by {floor.mean_abs_delta:.4f} ({floor.source}, {floor.prompts} prompts)"
+    if floor.mean_abs_delta >= limit:
+        reason = (
+            f"{found}; the limit {limit:g} is not above it, so no verdict is possible: raise --max-delta, or measure in float32"
+        )
+        return Check("noise-floor", INCONCLUSIVE, reason, floor.mean_abs_delta, None, limit)
+    return Check("noise-floor", PASSED, found, floor.mean_abs_delta, None, limit)
+
+
+def _control(measurements: Measurements, limits: Limits) -> Check:
+    """The adapter must move the base by more than the limit; else a merge that lost the adapter would pass as well."""
+    limit = limits.max_delta
+    if not measurements.has("base"):
+        reason = "the bare base was not scored, so it is not shown that a merge without the adapter would be refused"
+        return Check("control", WARNED, reason, None, None, limit)
+    comparison = Comparison(*measurements.paired("reference", "base"), limits.skip_threshold)
+    moved = float(comparison.abs_delta.mean())
+    found = f"the adapter moves the skip probability by {moved:.4f} on average ({comparison.size} prompts)"
+    if statistics.is_surely_above(comparison.abs_delta, limit):
+        return Check("control", PASSED, found, moved, None, limit)
+    reason = (
+        f"{found}, not surely above the limit {limit:g}: a merge without it could pass; "
+        "lower --max-delta, or give prompts that it was trained for"
+    )
+    return Check("control", INCONCLUSIVE, reason, moved, None, limit)
+
+
+def _accuracy(measurements: Measurements) -> Iterator[Check]:
+    """Where the right answers are known, the reference must know more of them than the bare base."""
+    found = summary.accuracies(measurements)
+    if found is None or "base" not in found:
+        return
+    reference, base = found["reference"], found["base"]
+    detail = (
+        f"accuracy on {found['prompts']} prompts: reference {reference:.3f}, merged {found['merged']:.3f}, bare base {base:.3f}"
+    )
+    if reference > base:
+        yield Check("accuracy", PASSED, detail, reference, None, base)
+    else:
+        reason = f"{detail}; the reference is no better than the bare base: wrong adapter, base, tokenizer or prompts?"
+        yield Check("accuracy", INCONCLUSIVE, reason, reference, None, base)

@@ -1,0 +1,179 @@
+"""Two arms compared, in numbers that people read: percentiles, flips, label mass, drift by probability and by slice."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from verification import statistics
+from verification.measurement import DECISIONS, ArmArrays, Measurement, Measurements
+
+BUCKETS = 10
+_MOST_SLICE_VALUES = 20
+_SMALLEST_SLICE = 10
+_SLICES_SHOWN = 5
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """How ``second`` decides against ``first`` on the same n prompts.
+
+    Attributes:
+        first, second: the arms.
+        threshold: the skip threshold of the flips there.
+    """
+
+    first: ArmArrays
+    second: ArmArrays
+    threshold: float
+
+    @property
+    def size(self) -> int:
+        return int(self.first.skip_probability.size)
+
+    @property
+    def delta(self) -> NDArray[np.float64]:
+        """(n,) skip probability of the second minus that of the first."""
+        return self.second.skip_probability - self.first.skip_probability
+
+    @property
+    def abs_delta(self) -> NDArray[np.float64]:
+        """(n,)"""
+        return np.abs(self.delta)
+
+    @property
+    def mass_loss(self) -> NDArray[np.float64]:
+        """(n,) label mass of the first minus that of the second."""
+        return self.first.label_mass - self.second.label_mass
+
+    @property
+    def argmax_flips(self) -> int:
+        """Prompts whose decision by arg-max changed; leaving or reaching ``other`` counts."""
+        return int((self.first.decision != self.second.decision).sum())
+
+    @property
+    def threshold_flips(self) -> int:
+        """Prompts whose text would be kept on one side only."""
+        return int((self.first.kept(self.threshold) != self.second.kept(self.threshold)).sum())
+
+    def flips_each_way(self) -> dict[str, int]:
+        """``{"skip->write": count, ...}`` of the decisions by arg-max that changed."""
+        return {
+            f"{DECISIONS[before]}->{DECISIONS[after]}": int(
+                ((self.first.decision == before) & (self.second.decision == after)).sum()
+            )
+            for before in range(len(DECISIONS))
+            for after in range(len(DECISIONS))
+            if before != after
+        }
+
+    def kept_each_way(self) -> dict[str, int]:
+        """``{"kept->dropped": count, "dropped->kept": count}`` at the threshold."""
+        before, after = self.first.kept(self.threshold), self.second.kept(self.threshold)
+        return {"kept->dropped": int((before & ~after).sum()), "dropped->kept": int((~before & after).sum())}
+
+    def to_json(self) -> dict[str, Any]:
+        """All numbers of the comparison (docs/drift-format.md)."""
+        absolute = self.abs_delta
+        tail = statistics.percentiles(absolute, (95.0, 99.0))
+        return {
+            "prompts": self.size,
+            "mean_abs_delta": float(absolute.mean()),
+            "mean_abs_delta_upper": statistics.mean_upper_bound(absolute),
+            "mean_abs_delta_guaranteed": statistics.guaranteed_upper_bound(absolute),
+            "p95_abs_delta": tail[95.0],
+            "p99_abs_delta": tail[99.0],
+            "max_abs_delta": float(absolute.max()),
+            "rms_delta": statistics.root_mean_square(self.delta),
+            "bias": float(self.delta.mean()),
+            "signed_percentiles": {f"{at:g}": value for at, value in statistics.percentiles(self.delta).items()},
+            "argmax_flips": self.argmax_flips,
+            "argmax_flips_each_way": self.flips_each_way(),
+            "threshold_flips": self.threshold_flips,
+            "threshold_flips_each_way": self.kept_each_way(),
+            "mean_mass_loss": float(self.mass_loss.mean()),
+        }
+
+
+def label_mass(arm: ArmArrays) -> dict[str, float]:
+    """Smallest, first percentile and mean of the label mass of one arm."""
+    return {
+        "min": float(arm.label_mass.min()),
+        "p1": statistics.percentiles(arm.label_mass, (1.0,))[1.0],
+        "mean": float(arm.label_mass.mean()),
+    }
+
+
+def probability_buckets(comparison: Comparison) -> list[dict[str, Any]]:
+    """Drift by the reference's skip probability, in ten buckets of width 0.1; empty ones are left out."""
+    place = np.minimum((comparison.first.skip_probability * BUCKETS).astype(int), BUCKETS - 1)
+    buckets = []
+    for bucket in range(BUCKETS):
+        inside = place == bucket
+        if inside.any():
+            flips = comparison.first.decision[inside] != comparison.second.decision[inside]
+            buckets.append(
+                {
+                    "from": bucket / BUCKETS,
+                    "to": (bucket + 1) / BUCKETS,
+                    "prompts": int(inside.sum()),
+                    "mean_abs_delta": float(comparison.abs_delta[inside].mean()),
+                    "bias": float(comparison.delta[inside].mean()),
+                    "argmax_flips": int(flips.sum()),
+                }
+            )
+    return buckets
+
+
+def worst_slices(rows: Sequence[Measurement], abs_delta: NDArray[np.float64]) -> list[dict[str, Any]]:
+    """The values of pass-through fields whose prompts drift most beyond the rest, by their distance in standard errors.
+
+    ``abs_delta``: (n,) of ``rows``. Only fields of 2 to 20 different values, only values of at least 10 prompts, only more
+    drift than on average.
+    """
+    names = sorted({name for row in rows for name in row.fields})
+    slices: list[dict[str, Any]] = []
+    for name in names:
+        values = np.array([repr(row.fields.get(name)) for row in rows])
+        kinds = np.unique(values)
+        if not 2 <= kinds.size <= _MOST_SLICE_VALUES:
+            continue
+        for kind in kinds:
+            inside = values == kind
+            if inside.sum() < _SMALLEST_SLICE or inside.all():
+                continue
+            excess = float(abs_delta[inside].mean() - abs_delta.mean())
+            error = float(abs_delta.std(ddof=1) / np.sqrt(inside.sum()))
+            if excess > 0 and error > 0:
+                value = rows[int(np.flatnonzero(inside)[0])].fields.get(name)
+                mean = float(abs_delta[inside].mean())
+                slices.append(
+                    {
+                        "field": name,
+                        "value": value,
+                        "prompts": int(inside.sum()),
+                        "mean_abs_delta": mean,
+                        "errors": excess / error,
+                    }
+                )
+    return sorted(slices, key=lambda entry: -entry["errors"])[:_SLICES_SHOWN]
+
+
+def accuracies(measurements: Measurements) -> dict[str, Any] | None:
+    """Accuracy of each arm against the field ``expected``, over the prompts that all of reference, merged and base scored.
+
+    Without a base, over all prompts. None unless every one of these prompts has an ``expected`` that is one of the label texts.
+    """
+    arms = [arm for arm in ("reference", "merged", "base") if measurements.has(arm)]
+    rows = measurements.rows_with(*arms)
+    labels = measurements.conditions.labels
+    meaning = {labels.skip.text: "skip", labels.write.text: "write"}
+    expected = [meaning.get(value) if isinstance(value := row.fields.get("expected"), str) else None for row in rows]
+    if not rows or None in expected:
+        return None
+    right = {arm: sum(row.scores[arm].decision == want for row, want in zip(rows, expected, strict=True)) for arm in arms}
+    return {"prompts": len(rows), **{arm: count / len(rows) for arm, count in right.items()}}
