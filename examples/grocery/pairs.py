@@ -144,9 +144,9 @@ def unseen_pairs(count: int, seed: int = SEED) -> list[Pair]:
 
 
 def validation_pairs(count: int, seed: int = SEED) -> list[Pair]:
-    """``count`` pairs in neither training nor the held-out prompts, half of them clear write and half clear skip."""
+    """``count`` pairs in neither training nor the held-out prompts, zones in the shares of :data:`SHARES`."""
     rest = split_pairs(seed)["rest"]
-    zones = [[pair for pair in rest if pair.judgement.zone == zone][: count // 2] for zone in (WRITE, SKIP)]
+    zones = [[pair for pair in rest if pair.judgement.zone == zone][: round(count * share)] for zone, share in SHARES.items()]
     return list(_shuffled(itertools.chain(*zones), seed, "validation"))
 
 
