@@ -13,6 +13,7 @@ from torch import nn
 from lora_merge.engines.errors import EngineError
 
 DTYPES = ("auto", "bfloat16", "float32", "float16")
+_MESSAGE_LIMIT = 400
 
 
 def resolve_device(device: str) -> torch.device:
@@ -71,8 +72,8 @@ def load_causal_model(
             arguments["quantization_config"] = BitsAndBytesConfig(**bnb_config)
         model = AutoModelForCausalLM.from_pretrained(str(path), **arguments)
     except (OSError, ValueError, ImportError, KeyError, RuntimeError) as error:
-        raise EngineError(f"{path} does not load as a causal language model: {error}") from error
-    if quantized and not getattr(model, "is_loaded_in_4bit", False):
+        raise EngineError(f"{path} does not load as a causal language model: {_brief(error)}") from error
+    if quantized and not any(type(module).__name__ == "Linear4bit" for module in model.modules()):
         raise EngineError(
             f"{path} did not load in 4 bit; expected a bitsandbytes 4-bit model: check load_in_4bit in its settings"
         )
@@ -97,7 +98,7 @@ def load_adapter(model: nn.Module, adapter: str | Path) -> nn.Module:
             with safe_open(file, "pt") as tensors:
                 stored = {name for name in tensors.keys() if "lora_" in name}  # noqa: SIM118  safe_open is no mapping
     except (OSError, ValueError, ImportError, KeyError, RuntimeError, TypeError) as error:
-        raise EngineError(f"adapter {adapter} does not load on {type(model).__name__}: {error}") from error
+        raise EngineError(f"adapter {adapter} does not load on {type(model).__name__}: {_brief(error)}") from error
     missing = [str(item.message) for item in caught if "missing adapter keys" in str(item.message)]
     if missing:
         raise EngineError(
@@ -110,6 +111,12 @@ def load_adapter(model: nn.Module, adapter: str | Path) -> nn.Module:
             f"adapter {adapter}: {len(stored) - len(placed)} of its tensors have no place in the model, such as {lost}"
         )
     return adapted  # type: ignore[no-any-return]
+
+
+def _brief(error: Exception) -> str:
+    """The beginning of a library's message, which can run to one line a tensor."""
+    text = " ".join(str(error).split())
+    return text if len(text) <= _MESSAGE_LIMIT else f"{text[:_MESSAGE_LIMIT]} ..."
 
 
 def _refuse_overflowing_dtype(config: Any, dtype: str) -> None:

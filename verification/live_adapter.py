@@ -1,0 +1,66 @@
+"""Is the adapter inside a live model the one in a folder? A reference names an adapter by its digests, so it has to be."""
+
+from __future__ import annotations
+
+import os
+import re
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from verification.errors import VerificationError
+
+if TYPE_CHECKING:
+    from torch import Tensor, nn
+
+_MOVING_PARTS = re.compile(r"\b(?:base_model|language_model|model)\.")
+"""Name parts that libraries insert and drop between releases."""
+
+
+def check_live_adapter(model: nn.Module, adapter_dir: str | os.PathLike[str]) -> None:
+    """Compare every tensor of the saved adapter with the live one, exactly, in the live one's dtype.
+
+    The dtype may be wider in memory (PEFT loads a bfloat16 adapter as float32); the values may not differ.
+
+    Raises:
+        VerificationError: the model carries no adapter or several, the folder holds none, or a tensor differs; names the tensor.
+    """
+    from peft import PeftModel, get_peft_model_state_dict
+    from safetensors.torch import load_file
+
+    if not isinstance(model, PeftModel):
+        raise VerificationError(
+            f"{type(model).__name__} carries no PEFT adapter; leave adapter_dir out, or give the adapted model"
+        )
+    active = model.active_adapters
+    if len(active) != 1:
+        raise VerificationError(f"adapters {active} are active; expected exactly one to compare with {adapter_dir}")
+    path = Path(adapter_dir) / "adapter_model.safetensors"
+    if not path.is_file():
+        raise VerificationError(f"{path}: no such file; save the adapter there first")
+    live = _by_stable_name(get_peft_model_state_dict(model, adapter_name=active[0], save_embedding_layers=False))
+    saved = _by_stable_name(load_file(path))
+    for name, tensor in saved.items():
+        if name not in live:
+            if "base_layer" in name:  # a copy of the base's own embedding, no part of the adapter
+                continue
+            raise VerificationError(f"{path}: the live model has no tensor {name}; it carries another adapter")
+        _expect_equal(name, live[name], tensor, path)
+    missing = sorted(set(live) - set(saved))
+    if missing:
+        raise VerificationError(f"{path}: lacks {missing[0]}, which the live adapter has; save the adapter again")
+
+
+def _by_stable_name(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    named = {_MOVING_PARTS.sub("", name): tensor for name, tensor in tensors.items()}
+    return named if len(named) == len(tensors) else tensors
+
+
+def _expect_equal(name: str, live: Tensor, saved: Tensor, path: Path) -> None:
+    if live.shape != saved.shape:
+        raise VerificationError(f"{path}: {name} has shape {tuple(saved.shape)}, the live one {tuple(live.shape)}")
+    difference = (live.detach().double().cpu() - saved.double()).abs().max().item() if live.numel() else 0.0
+    if difference != 0:
+        raise VerificationError(
+            f"{path}: {name} differs from the live adapter by up to {difference:.3g}; record the reference with the adapter as it "
+            "is saved: after a cast, load it back into the model first"
+        )
