@@ -61,6 +61,6 @@ def _expect_equal(name: str, live: Tensor, saved: Tensor, path: Path) -> None:
     difference = (live.detach().double().cpu() - saved.double()).abs().max().item() if live.numel() else 0.0
     if difference != 0:
         raise VerificationError(
-            f"{path}: {name} differs from the live adapter by up to {difference:.3g}; record the reference with the adapter as it "
-            "is saved: after a cast, load it back into the model first"
+            f"{path}: {name} differs from the live adapter by up to {difference:.3g}; record the reference with the adapter "
+            "as it is saved: after a cast, load it back into the model first"
         )

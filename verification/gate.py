@@ -1,0 +1,218 @@
+"""The gate in front of generation: does this certificate allow a run of this very checkpoint, in this very way?"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from lora_merge.console import Progress, no_progress
+from lora_merge.engines.errors import EngineError
+from lora_merge.engines.labels import DecisionLabels
+from lora_merge.merging.digests import file_digest, folder_digests, root_digest
+from lora_merge.merging.errors import MergeError
+from verification.certificate import CERTIFICATE_FILE, MEASUREMENT_FILE, Statement, read_statement
+from verification.checks import Outcome
+from verification.errors import VerificationError
+from verification.limits import DEFAULT_MAX_DELTA, Limits
+from verification.strict_json import canonical
+
+RECIPE_CHECK = "recipe-provenance"
+"""The name of the check that warns of an assumed recipe; the one warning with a consent of its own."""
+
+
+@dataclass(frozen=True)
+class Policy:
+    """What generation asks of a certificate.
+
+    Attributes: max_delta: the loosest limit of the mean \\|drift\\| that a certificate may have been judged by. trusted_key:
+        PEM file of the Ed25519 public key that must have signed it; None accepts an unsigned one, which guards against
+            mistakes and not against forgery.
+        accept_assumed_recipe: let a warning pass that the reference's quantization recipe was not recorded at training.
+        accept_warnings: let every other warning pass.
+    """
+
+    max_delta: float = DEFAULT_MAX_DELTA
+    trusted_key: str | os.PathLike[str] | None = None
+    accept_assumed_recipe: bool = False
+    accept_warnings: bool = False
+
+
+@dataclass(frozen=True)
+class CheckedCertificate:
+    """A certificate that allows a run.
+
+    Attributes:
+        path: the certificate's file.
+        signed: whether the trusted key signed it; False when no key was given.
+        outcome: PASSED, or WARNED where the policy accepts the warnings.
+        warnings: names of the checks that warned.
+        root: the checkpoint's root digest.
+        limits: what was judged by.
+        labels, prefill: how the decision was read.
+        engine: the engine it was measured in, as its ``describe()`` said.
+    """
+
+    path: Path
+    signed: bool
+    outcome: Outcome
+    warnings: tuple[str, ...]
+    root: str
+    limits: Limits
+    labels: DecisionLabels
+    prefill: str
+    engine: Mapping[str, Any] = field(repr=False)
+
+    def check_use(self, *, engine: Mapping[str, Any], labels: DecisionLabels, prefill: str) -> tuple[str, ...]:
+        """Make sure that a run reads the decision as it was measured; returns the differences that do not forbid it.
+
+        ``engine``: the running engine's ``describe()``. Another kind or dtype, other labels or another prefill is another
+        measurement. Other versions, another device and other settings are told.
+
+        Raises:
+            VerificationError: what differs forbids the run.
+        """
+        certified = {
+            "engine": self.engine.get("kind"),
+            "dtype": self.engine.get("dtype"),
+            "labels": self.labels,
+            "prefill": self.prefill,
+        }
+        running = {"engine": engine.get("kind"), "dtype": engine.get("dtype"), "labels": labels, "prefill": prefill}
+        for name, value in certified.items():
+            if running[name] != value:
+                raise VerificationError(
+                    f"certificate {self.path}: was measured with {name} {_plain(value)}, this run has {_plain(running[name])}; "
+                    f"verify again with what generation uses"
+                )
+        return tuple(_differences(self.engine, engine))
+
+
+def certificate_path(folder: str | os.PathLike[str]) -> Path:
+    """Where the certificate of a merged checkpoint lies unless told otherwise: in the report folder beside it."""
+    target = Path(os.path.abspath(folder))
+    return target.with_name(f"{target.name}-report") / CERTIFICATE_FILE
+
+
+def check_certificate(
+    folder: str | os.PathLike[str],
+    certificate: str | os.PathLike[str],
+    policy: Policy | None = None,
+    progress: Progress = no_progress,
+) -> CheckedCertificate:
+    """Allow a run of the merged checkpoint in ``folder``, or raise.
+
+    Every file of the folder is hashed, in parallel; ``progress`` is told of bytes. Where the measurements lie beside the
+    certificate they must be the ones that it names.
+
+    Raises: VerificationError: the certificate is missing, malformed, of an unknown version, unsigned or signed by another key
+        where the
+            policy has one, did not pass, was judged by a looser limit than the policy's, or is of other files than these: one
+            was added, removed, renamed or changed.
+    """
+    policy = policy or Policy()
+    path = Path(certificate)
+    statement, signed = read_statement(path, policy.trusted_key)
+    what = f"certificate {path}"
+    _check_outcome(statement, policy, what)
+    _check_limit(statement.limits, policy, what)
+    _check_measurements(statement, path, what)
+    _check_files(statement, folder_files(folder, progress), folder)
+    try:
+        labels = DecisionLabels.from_json(statement.bound["decision"]["labels"])
+    except EngineError as error:
+        raise VerificationError(f"{what}: {error}") from error
+    prefill = statement.bound["decision"]["prefill"]
+    if not isinstance(prefill, str):
+        raise VerificationError(f"{what}: prefill is {prefill!r}, expected a string")
+    return CheckedCertificate(
+        path=path,
+        signed=signed,
+        outcome=statement.outcome,
+        warnings=statement.tests[Outcome.WARNED],
+        root=statement.root,
+        limits=statement.limits,
+        labels=labels,
+        prefill=prefill,
+        engine=statement.bound["engine"],
+    )
+
+
+def folder_files(folder: str | os.PathLike[str], progress: Progress = no_progress) -> dict[str, str]:
+    """File name -> SHA-256 of every file that an engine could read from ``folder``.
+
+    Raises:
+        VerificationError: a file cannot be read, or there is a link to a folder, whose files nothing would vouch for.
+    """
+    root = Path(folder)
+    if not root.is_dir():
+        raise VerificationError(f"{root}: no such folder; expected a merged checkpoint")
+    linked = next((path for path in sorted(root.rglob("*")) if path.is_symlink() and path.is_dir()), None)
+    if linked is not None:
+        raise VerificationError(f"{linked}: is a link to a folder; put the files themselves there")
+    try:
+        return folder_digests(root, progress)
+    except MergeError as error:
+        raise VerificationError(str(error)) from error
+
+
+def _check_outcome(statement: Statement, policy: Policy, what: str) -> None:
+    if statement.outcome is Outcome.FAILED:
+        failed = ", ".join(statement.tests[Outcome.FAILED])
+        raise VerificationError(f"{what}: its result is FAILED ({failed}); merge again, then verify-skip-drift")
+    refused = [
+        name
+        for name in statement.tests[Outcome.WARNED]
+        if not (policy.accept_assumed_recipe if name == RECIPE_CHECK else policy.accept_warnings)
+    ]
+    if refused:
+        flag = "--accept-assumed-recipe" if refused == [RECIPE_CHECK] else "--accept-warnings"
+        found = f"its result is WARNED ({', '.join(refused)})"
+        raise VerificationError(f"{what}: {found}; remove the reason, or accept it with {flag}")
+
+
+def _check_limit(limits: Limits, policy: Policy, what: str) -> None:
+    if limits.max_delta > policy.max_delta:
+        raise VerificationError(
+            f"{what}: was judged by a mean |delta| of up to {limits.max_delta:g}, this run allows {policy.max_delta:g} (--max-delta); "
+            "verify again with that limit"
+        )
+
+
+def _check_measurements(statement: Statement, path: Path, what: str) -> None:
+    measurements = path.with_name(MEASUREMENT_FILE)
+    if measurements.is_file() and file_digest(measurements) != statement.measurement_sha256:
+        raise VerificationError(f"{what}: {measurements} beside it is not the file it was judged from; verify again")
+
+
+def _check_files(statement: Statement, found: Mapping[str, str], folder: str | os.PathLike[str]) -> None:
+    certified = statement.files
+    absent, added = sorted(set(certified) - set(found)), sorted(set(found) - set(certified))
+    changed = sorted(name for name in set(certified) & set(found) if certified[name] != found[name])
+    for names, problem in ((changed, "was changed"), (absent, "is missing"), (added, "was added")):
+        if names:
+            more = f" and {len(names) - 1} more" if len(names) > 1 else ""
+            raise VerificationError(f"{Path(folder) / names[0]}{more} {problem} since it was certified; verify it again")
+    if root_digest(found) != statement.root:
+        raise VerificationError(f"{folder}: the certificate's root digest is not the one of its files; it was edited")
+
+
+def _differences(certified: Mapping[str, Any], running: Mapping[str, Any]) -> list[str]:
+    """What else differs between two engine descriptions; where the model lies does not count."""
+    found = []
+    for part in ("versions", "settings"):
+        before, now = (dict(described.get(part) or {}) for described in (certified, running))
+        for name in sorted((set(before) | set(now)) - {"model", "adapter"}):
+            if canonical(before.get(name)) != canonical(now.get(name)):
+                found.append(f"{name} was {_plain(before.get(name))}, is {_plain(now.get(name))}")
+    if certified.get("device") != running.get("device"):
+        found.append(f"device was {_plain(certified.get('device'))}, is {_plain(running.get('device'))}")
+    return found
+
+
+def _plain(value: Any) -> str:
+    if isinstance(value, DecisionLabels):
+        return f"{value.skip.text!r} ({value.skip.token_id}) and {value.write.text!r} ({value.write.token_id})"
+    return repr(value) if isinstance(value, str) else str(value)
