@@ -77,7 +77,7 @@ def load_causal_model(
         raise EngineError(
             f"{path} did not load in 4 bit; expected a bitsandbytes 4-bit model: check load_in_4bit in its settings"
         )
-    return model.eval()  # type: ignore[no-any-return]
+    return model.eval()
 
 
 def load_adapter(model: nn.Module, adapter: str | Path) -> nn.Module:
@@ -110,7 +110,7 @@ def load_adapter(model: nn.Module, adapter: str | Path) -> nn.Module:
         raise EngineError(
             f"adapter {adapter}: {len(stored) - len(placed)} of its tensors have no place in the model, such as {lost}"
         )
-    return adapted  # type: ignore[no-any-return]
+    return adapted
 
 
 def _brief(error: Exception) -> str:

@@ -24,7 +24,7 @@ def load_tokenizer(path: str | Path, *, revision: str | None = None, trust_remot
         raise EngineError(f"no tokenizer loads from {path}: {error}") from error
     if not isinstance(tokenizer("a")["input_ids"], list):
         raise EngineError(f"the tokenizer of {path} returns {type(tokenizer('a')['input_ids']).__name__}; expected lists of ids")
-    return tokenizer  # type: ignore[no-any-return]
+    return tokenizer
 
 
 def max_positions(folder: str | Path) -> int | None:

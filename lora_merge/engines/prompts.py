@@ -216,7 +216,7 @@ class _Encoder:
         try:
             messages = [dict(message) for message in row.messages or ()]
             rendered = self.tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
-        except Exception as error:  # noqa: BLE001  a template is a program of the model's author: it raises whatever it likes
+        except Exception as error:  # a template is a program of the model's author: it raises whatever it likes
             return _bad(row, f"the chat template refuses its messages: {error}")
         return str(rendered)
 

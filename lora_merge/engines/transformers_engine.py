@@ -263,7 +263,7 @@ class TransformersEngine:
 
 def device_name(device: torch.device) -> str:
     """The GPU's own name for a CUDA device, else ``cpu`` (or whatever the device type is)."""
-    return torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
+    return str(torch.cuda.get_device_name(device)) if device.type == "cuda" else device.type
 
 
 def _scores(batch: Sequence[Prompt], logits: Tensor, labels: DecisionLabels) -> list[DecisionScore]:

@@ -21,7 +21,24 @@ from transformers import (
 from lora_merge.engines.labels import resolve_labels
 from lora_merge.engines.prompts import rows_from_mappings, tokenize
 
-WORDS = "apple leek tofu kimchi rice soup stew pear salt plum mint corn bean crab clam squid noodle egg beef pork".split()
+WORDS = [
+    "apple",
+    "leek",
+    "tofu",
+    "kimchi",
+    "rice",
+    "soup",
+    "stew",
+    "pear",
+    "salt",
+    "plum",
+    "mint",
+    "corn",
+    "crab",
+    "squid",
+    "egg",
+    "beef",
+]
 INSTRUCTION = "Decide whether the pair needs a text and then write it in one short sentence. "
 TEMPLATE = (
     "{{ bos_token }}{% for message in messages %}<turn>{{ message['role'] }}\n{{ message['content'] }}\n{% endfor %}"

@@ -57,14 +57,14 @@ def test_a_label_that_melts_into_the_closing_quote_is_refused():
     pieces = [*sorted(set('{"decision": "skip write}')), *(left + right for left, right in merges)]
     model = models.BPE(vocab={piece: index for index, piece in enumerate(pieces)}, merges=merges)
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=Tokenizer(model))
-    with pytest.raises(EngineError, match="label 'skip' is token .* in 'skip\"'"):
+    with pytest.raises(EngineError, match=r"label 'skip' is token .* in 'skip\"'"):
         resolve_labels(tokenizer, [])
 
 
 def test_every_prompt_of_the_sample_is_asked(tokenizer):
     """A prompt whose end changes under a label is found although the prefill alone is fine."""
     prompts = [*make_prompts(tokenizer), SimpleNamespace(id="odd", text='leek {"decision": "s', token_ids=(1,))]
-    with pytest.raises(EngineError, match="'kip' changes.*prompt 'odd'"):
+    with pytest.raises(EngineError, match=r"'kip' changes.*prompt 'odd'"):
         resolve_labels(tokenizer, prompts[2:], prefill="", skip="kip")
 
 

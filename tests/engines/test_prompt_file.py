@@ -99,5 +99,5 @@ def test_a_missing_or_empty_file_is_an_error(tmp_path):
 
 def test_rows_in_memory_follow_the_same_rules():
     assert rows_from_mappings([{"id": 1, "prompt": "x", "k": 2}])[0].fields == {"k": 2}
-    with pytest.raises(EngineError, match="line 2.*duplicate"):
+    with pytest.raises(EngineError, match=r"line 2.*duplicate"):
         rows_from_mappings([{"id": "a", "prompt": "x"}, {"id": "a", "prompt": "y"}])

@@ -52,7 +52,7 @@ def test_a_missing_or_misplaced_bos_is_refused(tokenizer):
     ids = encode(tokenizer, "leek" + DEFAULT_PREFILL)
     with pytest.raises(EngineError, match="found 0 BOS tokens"):
         one(tokenizer, prompt_token_ids=ids)
-    with pytest.raises(EngineError, match="BOS .* at position 1"):
+    with pytest.raises(EngineError, match=r"BOS .* at position 1"):
         one(tokenizer, prompt_token_ids=[ids[0], BOS, *ids[1:]])
 
 
@@ -96,7 +96,7 @@ def test_a_template_that_writes_two_bos_is_refused():
 def test_a_template_that_refuses_is_a_reason():
     tokenizer = make_tokenizer()
     tokenizer.chat_template = "{{ raise_exception('no system role') }}"
-    with pytest.raises(EngineError, match="chat template refuses.*no system role"):
+    with pytest.raises(EngineError, match=r"chat template refuses.*no system role"):
         one(tokenizer, messages=[{"role": "user", "content": "leek"}])
     tokenizer.chat_template = None
     with pytest.raises(EngineError, match="no chat template"):

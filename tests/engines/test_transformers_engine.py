@@ -146,7 +146,7 @@ def test_an_unmerged_adapter_scores_as_its_merge(gemma_folder, adapter_folder, p
 def test_an_adapter_of_another_base_is_refused(adapter_folder, tmp_path, tokenizer):
     make_model("qwen2", hidden_size=32).save_pretrained(tmp_path / "other")
     tokenizer.save_pretrained(tmp_path / "other")
-    with pytest.raises(EngineError, match="does not load on Qwen2ForCausalLM.*size mismatch"):
+    with pytest.raises(EngineError, match=r"does not load on Qwen2ForCausalLM.*size mismatch"):
         TransformersEngine.from_checkpoint(tmp_path / "other", adapter=adapter_folder, device="cpu")
 
 
@@ -161,7 +161,7 @@ def test_an_adapter_tensor_without_a_place_is_refused(gemma_folder, adapter_fold
     tensors = load_file(folder / "adapter_model.safetensors")
     name = next(name for name in tensors if ".layers.2." in name)
     save_file({**tensors, name.replace(".layers.2.", ".layers.7."): tensors[name].clone()}, folder / "adapter_model.safetensors")
-    with pytest.raises(EngineError, match="1 of its tensors have no place.*layers.7"):
+    with pytest.raises(EngineError, match=r"1 of its tensors have no place.*layers.7"):
         TransformersEngine.from_checkpoint(gemma_folder, adapter=folder, device="cpu")
 
 
