@@ -9,7 +9,9 @@ import contextlib
 import functools
 import logging
 import os
+import signal
 import sys
+import threading
 import warnings
 from collections.abc import Callable, Iterator
 from typing import Any, Protocol, TypeVar
@@ -26,6 +28,7 @@ def reports_errors(command: Command) -> Command:
 
     @functools.wraps(command)
     def guarded(*args: Any, **kwargs: Any) -> Any:
+        _terminate_like_an_interrupt()
         try:
             return command(*args, **kwargs)
         except UserError as error:
@@ -36,6 +39,16 @@ def reports_errors(command: Command) -> Command:
             sys.exit(EXIT_INTERRUPTED)
 
     return guarded  # type: ignore[return-value]
+
+
+def _terminate_like_an_interrupt() -> None:
+    """Let SIGTERM, which schedulers send, unwind like Ctrl-C, so that hidden folders are removed."""
+
+    def interrupt(number: int, frame: Any) -> None:
+        raise KeyboardInterrupt
+
+    if threading.current_thread() is threading.main_thread():
+        signal.signal(signal.SIGTERM, interrupt)
 
 
 def one_line(text: str) -> str:

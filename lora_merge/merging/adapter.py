@@ -27,7 +27,37 @@ _LORA_KEY = re.compile(r"base_model\.model\.(?P<module>.+)\.lora_(?P<half>A|B)\.
 
 # Settings that change nothing about what the stored tensors mean.
 _NEUTRAL = frozenset(
-    ["alora_invocation_tokens", "auto_mapping", "base_model_name_or_path", "ensure_weight_tying", "eva_config", "exclude_modules", "fan_in_fan_out", "inference_mode", "init_lora_weights", "layers_pattern", "layers_to_transform", "loftq_config", "lora_alpha", "lora_dropout", "megatron_config", "megatron_core", "peft_type", "peft_version", "qalora_group_size", "r", "revision", "runtime_config", "target_modules", "task_type", "use_rslora", "rank_pattern", "alpha_pattern", "bias", "parent_library"]
+    [
+        "alora_invocation_tokens",
+        "auto_mapping",
+        "base_model_name_or_path",
+        "ensure_weight_tying",
+        "eva_config",
+        "exclude_modules",
+        "fan_in_fan_out",
+        "inference_mode",
+        "init_lora_weights",
+        "layers_pattern",
+        "layers_to_transform",
+        "loftq_config",
+        "lora_alpha",
+        "lora_dropout",
+        "megatron_config",
+        "megatron_core",
+        "peft_type",
+        "peft_version",
+        "qalora_group_size",
+        "r",
+        "revision",
+        "runtime_config",
+        "target_modules",
+        "task_type",
+        "use_rslora",
+        "rank_pattern",
+        "alpha_pattern",
+        "bias",
+        "parent_library",
+    ]
 )
 # Settings that, switched on, mean more than a plain low-rank update.
 _REFUSED = {
@@ -91,15 +121,17 @@ def read_adapter(folder: ModelFolder) -> Adapter:
     if not weights.is_file():
         pickle = path / "adapter_model.bin"
         if pickle.is_file():
-            raise MergeError(f"{pickle}: a pickle, which executes code when it is loaded; save the adapter as {WEIGHTS_FILE} with PEFT")
+            raise MergeError(
+                f"{pickle}: a pickle, which executes code when it is loaded; save the adapter as {WEIGHTS_FILE} with PEFT"
+            )
         raise MergeError(f"{weights}: no such file; expected the adapter's tensors")
     halves: dict[str, dict[str, TensorInfo]] = {}
     for tensor in read_header(weights).tensors:
         match = _LORA_KEY.fullmatch(tensor.name)
         if match is None:
             raise MergeError(
-                f"{weights}: tensor {tensor.name!r} is no part of a plain LoRA (expected {_PREFIX}MODULE.lora_A.weight or lora_B.weight); "
-                "nothing was merged, since leaving it out would change the model"
+                f"{weights}: tensor {tensor.name!r} is no part of a plain LoRA (expected {_PREFIX}MODULE.lora_A.weight or "
+                "lora_B.weight); nothing was merged, since leaving it out would change the model"
             )
         halves.setdefault(match["module"], {})[match["half"]] = tensor
     if not halves:
@@ -120,16 +152,20 @@ def _check_kind(config: Mapping[str, Any], where: str) -> None:
         if config.get(name):
             raise MergeError(f"{where}: {name} is set: {meaning}; this version merges plain LoRA on linear layers only")
     if config.get("bias", "none") != "none":
-        raise MergeError(f"{where}: bias is {config['bias']!r}: trained biases; this version merges plain LoRA on linear layers only")
+        raise MergeError(
+            f"{where}: bias is {config['bias']!r}: trained biases; this version merges plain LoRA on linear layers only"
+        )
     init = config.get("init_lora_weights", True)
     if isinstance(init, str) and init.lower().startswith(_RESIDUAL_INITS):
         raise MergeError(
-            f"{where}: init_lora_weights is {init!r}, which also changes the base: this adapter belongs to the residual base it was "
-            "trained with; convert it to a plain LoRA with PEFT's path_initial_model_for_weight_conversion"
+            f"{where}: init_lora_weights is {init!r}, which also changes the base: this adapter belongs to the residual base it "
+            "was trained with; convert it to a plain LoRA with PEFT's path_initial_model_for_weight_conversion"
         )
     for name, value in config.items():
         if name not in _NEUTRAL and name not in _REFUSED and value not in (None, False, 0, "", [], {}):
-            raise MergeError(f"{where}: unknown setting {name} = {value!r}; merging without knowing what it does could change the model")
+            raise MergeError(
+                f"{where}: unknown setting {name} = {value!r}; merging without knowing what it does could change the model"
+            )
     _rank(config.get("r"), f"{where}: r")
     _alpha(config.get("lora_alpha", 8), f"{where}: lora_alpha")
     for name, check in (("rank_pattern", _rank), ("alpha_pattern", _alpha)):
@@ -138,7 +174,7 @@ def _check_kind(config: Mapping[str, Any], where: str) -> None:
             raise MergeError(f"{where}: {name} is a {type(pattern).__name__}, expected an object")
         for key, value in pattern.items():
             check(value, f"{where}: {name}[{key!r}]")
-            _module_pattern(key, where)
+            _module_pattern(key, f"{where}: {name}")
 
 
 def _rank(value: Any, what: str) -> int:
@@ -157,7 +193,7 @@ def _module_pattern(key: str, where: str) -> re.Pattern[str]:
     try:
         return re.compile(rf"(.*\.)?({key})$")
     except re.error as error:
-        raise MergeError(f"{where}: pattern {key!r} is no regular expression: {error}") from error
+        raise MergeError(f"{where} key {key!r} is no regular expression: {error}") from error
 
 
 def _matching(pattern: Mapping[str, Any], module: str, default: Any) -> Any:
@@ -168,7 +204,7 @@ def _matching(pattern: Mapping[str, Any], module: str, default: Any) -> Any:
 def _check_patterns(config: Mapping[str, Any], modules: tuple[str, ...], where: str) -> None:
     for name in ("rank_pattern", "alpha_pattern"):
         for key in config.get(name) or {}:
-            matcher = _module_pattern(key, where)
+            matcher = _module_pattern(key, f"{where}: {name}")
             if not any(matcher.match(module) for module in modules):
                 raise MergeError(f"{where}: {name} key {key!r} matches none of the adapter's {len(modules)} modules")
 
@@ -181,9 +217,13 @@ def _pair(module: str, halves: Mapping[str, TensorInfo], config: Mapping[str, An
     a, b = halves["A"], halves["B"]
     for tensor in (a, b):
         if tensor.dtype.name not in FLOATING:
-            raise MergeError(f"{tensor.path}: {tensor.name!r} is of type {tensor.dtype.name}; expected one of {', '.join(FLOATING)}")
+            raise MergeError(
+                f"{tensor.path}: {tensor.name!r} is of type {tensor.dtype.name}; expected one of {', '.join(FLOATING)}"
+            )
         if len(tensor.shape) != 2:
-            raise MergeError(f"{tensor.path}: {tensor.name!r} has shape {list(tensor.shape)}; this version merges linear layers only")
+            raise MergeError(
+                f"{tensor.path}: {tensor.name!r} has shape {list(tensor.shape)}; this version merges linear layers only"
+            )
     rank = _rank(_matching(config.get("rank_pattern") or {}, module, config["r"]), "r")
     if a.shape[0] != rank or b.shape[1] != rank:
         raise MergeError(
@@ -199,4 +239,6 @@ def _check_finite(tensor: TensorInfo) -> None:
     values = widen(read_tensor(tensor), tensor.dtype)
     if not np.isfinite(values).all():
         place = [int(i) for i in np.argwhere(~np.isfinite(values))[0]]
-        raise MergeError(f"{tensor.path}: {tensor.name!r} is {values[tuple(place)]} at {place}; the adapter is damaged, train or save it again")
+        raise MergeError(
+            f"{tensor.path}: {tensor.name!r} is {values[tuple(place)]} at {place}; the adapter is damaged, train or save it again"
+        )

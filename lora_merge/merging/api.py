@@ -91,8 +91,8 @@ def merge(
 ) -> MergeResult:
     """Merge a LoRA adapter into its base and write the merged checkpoint to ``out``.
 
-    The folder appears complete or not at all. Every merged weight is the float64 sum of base and update rounded once to the output
-    type; every other tensor holds the base's bytes.
+    The folder appears complete or not at all. Every merged weight is the float64 sum of base and update rounded once to the
+    output type; every other tensor holds the base's bytes.
 
     Args:
         base, adapter: as for :func:`plan_merge`.
@@ -106,7 +106,9 @@ def merge(
     return execute(plan_merge(base, adapter, options), out, options, progress)
 
 
-def execute(plan: MergePlan, out: str | os.PathLike[str], options: MergeOptions | None = None, progress: Progress = no_progress) -> MergeResult:
+def execute(
+    plan: MergePlan, out: str | os.PathLike[str], options: MergeOptions | None = None, progress: Progress = no_progress
+) -> MergeResult:
     """Carry out a plan of :func:`plan_merge`; see :func:`merge`."""
     options = options or MergeOptions()
     target = Path(os.path.abspath(Path(out).expanduser()))

@@ -77,7 +77,9 @@ def _read_shards(folder: Path, index: Mapping[str, Any]) -> tuple[SafetensorsHea
         raise MergeError(f"{where}: no weight_map, expected one that maps tensor names to files")
     for name, file in weight_map.items():
         if not isinstance(file, str) or Path(file).name != file or not file.endswith(".safetensors"):
-            raise MergeError(f"{where}: tensor {name!r} lies in {file!r}; expected the plain name of a .safetensors file in this folder")
+            raise MergeError(
+                f"{where}: tensor {name!r} lies in {file!r}; expected the plain name of a .safetensors file in this folder"
+            )
     shards = tuple(read_header(folder / file) for file in sorted(set(weight_map.values())))
     seen: dict[str, str] = {}
     for shard in shards:

@@ -19,17 +19,27 @@ BLOCK_SIZES = tuple(str(1 << power) for power in range(5, 13))
 
 
 @click.command("lora-merge", context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 110})
-@click.option("--base", required=True, metavar="BASE", help="Base checkpoint in 16-bit or float32 safetensors: a folder or a hub id.")
+@click.option(
+    "--base", required=True, metavar="BASE", help="Base checkpoint in 16-bit or float32 safetensors: a folder or a hub id."
+)
 @click.option("--adapter", required=True, metavar="ADAPTER", help="PEFT LoRA adapter: a folder or a hub id.")
 @click.option("--out", required=True, metavar="OUT", help="Folder to create; it appears complete or not at all.")
-@click.option("--from-4bit", is_flag=True, help="Merge through the dequantized 4-bit base, the weights a QLoRA adapter was trained on.")
+@click.option(
+    "--from-4bit", is_flag=True, help="Merge through the dequantized 4-bit base, the weights a QLoRA adapter was trained on."
+)
 @click.option("--quant-type", type=click.Choice(["nf4", "fp4"]), help="4-bit type of the training run.")
 @click.option("--double-quant/--no-double-quant", default=None, help="Whether training used double quantization.")
 @click.option("--blocksize", "block_size", type=click.Choice(BLOCK_SIZES), help="Weights a quantization block.  [default: 64]")
-@click.option("--quant-dtype", type=click.Choice(FLOAT_TYPES), help="Type of the weights when they were quantized.  [default: bfloat16]")
-@click.option("--quant-config", metavar="FILE", help="JSON file with the recipe: quantization_recipe.json or a BitsAndBytesConfig.")
+@click.option(
+    "--quant-dtype", type=click.Choice(FLOAT_TYPES), help="Type of the weights when they were quantized.  [default: bfloat16]"
+)
+@click.option(
+    "--quant-config", metavar="FILE", help="JSON file with the recipe: quantization_recipe.json or a BitsAndBytesConfig."
+)
 @click.option("--dtype", type=click.Choice(FLOAT_TYPES), help="Type of the output.  [default: each tensor keeps its own]")
-@click.option("--device", type=click.Choice(["auto", "cpu"]), default="auto", show_default=True, help="Where the arithmetic runs.")
+@click.option(
+    "--device", type=click.Choice(["auto", "cpu"]), default="auto", show_default=True, help="Where the arithmetic runs."
+)
 @click.option("--jobs", type=click.IntRange(min=1), metavar="N", help="Worker threads.  [default: one a core]")
 @click.option("--overwrite", is_flag=True, help="Replace an earlier merge at OUT, at the very end.")
 @click.option("--dry-run", is_flag=True, help="Print the plan and write nothing.")
@@ -42,9 +52,9 @@ BLOCK_SIZES = tuple(str(1 << power) for power in range(5, 13))
 def main(base: str, adapter: str, out: str, dry_run: bool, output_format: str, quiet: bool, device: str, **settings: Any) -> None:
     """Merge a LoRA adapter into its base and write a checkpoint that any engine loads.
 
-    With --from-4bit the base is first taken through the 4-bit quantization the adapter was trained on, so that the merged model decides
-    as the trained one did. The recipe comes from the flags, else from what was recorded beside the adapter, else from the usual QLoRA
-    settings (NF4, double quantization, block 64, bfloat16), which are then marked as assumed.
+    With --from-4bit the base is first taken through the 4-bit quantization the adapter was trained on, so that the merged model
+    decides as the trained one did. The recipe comes from the flags, else from what was recorded beside the adapter, else from
+    the usual QLoRA settings (NF4, double quantization, block 64, bfloat16), which are then marked as assumed.
 
     Exit codes: 0 merged, 1 impossible or failed (nothing is left behind), 2 usage, 130 interrupted.
     """
@@ -83,8 +93,11 @@ def _warn_of_recipe(plan: MergePlan) -> None:
 
 def _intention(plan: MergePlan) -> str:
     merged = sum(1 for tensor in plan.tensors if tensor.operations)
-    through = f"through the 4-bit base ({plan.recipe.describe()}; {plan.recipe.source})" if plan.recipe else "into the original weights"
-    return f"merging {len(plan.adapter.pairs)} updates {through}: {merged} of {len(plan.tensors)} tensors change, {_size(plan.output_bytes)}"
+    through = (
+        f"through the 4-bit base ({plan.recipe.describe()}; {plan.recipe.source})" if plan.recipe else "into the original weights"
+    )
+    change = f"{merged} of {len(plan.tensors)} tensors change, {_size(plan.output_bytes)}"
+    return f"merging {len(plan.adapter.pairs)} updates {through}: {change}"
 
 
 def _print_plan(plan: MergePlan, options: MergeOptions, output_format: str) -> None:
@@ -105,7 +118,10 @@ def _print_plan(plan: MergePlan, options: MergeOptions, output_format: str) -> N
         click.echo(f"{file.name}: {file.origin}")
     if plan.recipe is not None:
         click.echo(f"recipe: {plan.recipe.describe()} ({plan.recipe.source})")
-    click.echo(f"disk: {_size(plan.output_bytes)}, working memory: at most {_size(plan.memory_bytes(jobs))} with {jobs} jobs; nothing was written")
+    click.echo(
+        f"disk: {_size(plan.output_bytes)}, working memory: at most {_size(plan.memory_bytes(jobs))} with {jobs} jobs; "
+        "nothing was written"
+    )
 
 
 def _step(operation: dict[str, Any]) -> str:

@@ -6,6 +6,7 @@ numpy has no bfloat16, so a bfloat16 array is carried as its bit patterns in uin
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -49,7 +50,7 @@ FLOATING = ("F32", "F16", "BF16")
 """The types a weight can be merged in: what bitsandbytes quantizes and engines serve."""
 
 
-def widen(values: NDArray, dtype: DType, out: NDArray[np.float32] | None = None) -> NDArray[np.float32]:
+def widen(values: NDArray[Any], dtype: DType, out: NDArray[np.float32] | None = None) -> NDArray[np.float32]:
     """The exact float32 values of a float32, float16 or bfloat16 array; ``out`` (same shape, contiguous) is reused if given."""
     if dtype.name not in FLOATING:
         raise MergeError(f"a tensor of type {dtype.name} cannot be computed with; expected one of {', '.join(FLOATING)}")
@@ -62,7 +63,7 @@ def widen(values: NDArray, dtype: DType, out: NDArray[np.float32] | None = None)
     return out
 
 
-def round_float64(values: NDArray[np.float64], dtype: DType) -> NDArray:
+def round_float64(values: NDArray[np.float64], dtype: DType) -> NDArray[Any]:
     """``values`` rounded once, to nearest with ties to even, to float32, float16 or bfloat16 (as uint16 patterns)."""
     if dtype.name == "BF16":
         out = np.empty(values.shape, np.uint16)

@@ -36,7 +36,9 @@ def resolve_folder(source: str, role: str, revision: str | None = None, ignore: 
     path = Path(source).expanduser()
     if path.is_dir():
         if revision is not None:
-            raise MergeError(f"{role} {source}: --revision {revision} given, but this is a folder on disk; a revision belongs to a hub id")
+            raise MergeError(
+                f"{role} {source}: --revision {revision} given, but this is a folder on disk; a revision belongs to a hub id"
+            )
         return ModelFolder(path, source)
     if path.exists():
         raise MergeError(f"{role} {source}: is a file, expected a folder or a hub id such as google/gemma-3-270m")

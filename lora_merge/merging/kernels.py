@@ -9,8 +9,8 @@ single rounding to the output type. Doing all of it in float64 would cost twice 
 taken in float32 together with a bound of its error, and only the few elements whose rounding the bound leaves open (about one in
 ten thousand) are computed again in float64. The result is therefore the same on every machine, whatever its block size or
 number of threads. The bound is the usual one for sums of products (Higham, Accuracy and Stability of Numerical Algorithms,
-2nd ed., section 3.1): after n roundings of a term ``|error| <= n u / (1 - n u) * sum_k |b[k]| |a[k]|`` with ``u = 2**-24``, and the
-sum is at most ``|b| |a|`` by Cauchy and Schwarz.
+2nd ed., section 3.1): after n roundings of a term ``|error| <= n u / (1 - n u) * sum_k |b[k]| |a[k]|`` with ``u = 2**-24``, and
+the sum is at most ``|b| |a|`` by Cauchy and Schwarz.
 """
 
 from __future__ import annotations
@@ -153,9 +153,9 @@ def quantize_dynamic_8bit(
 ) -> NDArray[np.uint8]:
     """Quantize ``values`` (n,) to indices of ``code`` (256, ascending) in blocks, by the search that CUDA's kernel performs.
 
-    The kernel halves its step from 64 to 1 around index 127 and then settles by one midpoint; at equal distances and at the ends of
-    the table that differs from a nearest-neighbour search, which is why it is followed step by step. ``absmax`` (blocks,) is an
-    output. Source: ``dQuantize`` in bitsandbytes' CUDA kernels, which the recorded CUDA results in the tests confirm.
+    The kernel halves its step from 64 to 1 around index 127 and then settles by one midpoint; at equal distances and at the ends
+    of the table that differs from a nearest-neighbour search, which is why it is followed step by step. ``absmax`` (blocks,) is
+    an output. Source: ``dQuantize`` in bitsandbytes' CUDA kernels, which the recorded CUDA results in the tests confirm.
     """
     out = np.empty(values.shape[0], np.uint8)
     for block in range(absmax.shape[0]):
@@ -194,14 +194,14 @@ def quantize_dynamic_8bit(
 
 
 @_compiled
-def _bf16_of(value: np.float32, scratch: NDArray[np.float32], scratch_bits: NDArray[np.uint32]) -> np.uint16:
+def _bf16_of(value: np.float32, scratch: NDArray[np.float32], scratch_bits: NDArray[np.uint32]) -> Any:
     scratch[0] = value
     bits = scratch_bits[0]
     return np.uint16((bits + np.uint32(0x7FFF) + ((bits >> np.uint32(16)) & np.uint32(1))) >> np.uint32(16))
 
 
 @_compiled
-def _bf16_of_float64(value: np.float64, scratch: NDArray[np.float32], scratch_bits: NDArray[np.uint32]) -> np.uint16:
+def _bf16_of_float64(value: np.float64, scratch: NDArray[np.float32], scratch_bits: NDArray[np.uint32]) -> Any:
     """Round float64 to bfloat16 once: a float32 in between is rounded to odd, which keeps the second rounding right.
 
     Boldo and Melquiond, "Emulation of a FMA and Correctly Rounded Sums", IEEE Transactions on Computers 57(4), 2008.
@@ -214,6 +214,19 @@ def _bf16_of_float64(value: np.float64, scratch: NDArray[np.float32], scratch_bi
         away = abs(np.float64(near)) < abs(value)
         bits = bits + np.uint32(1) if away else bits - np.uint32(1)
     return np.uint16((bits + np.uint32(0x7FFF) + ((bits >> np.uint32(16)) & np.uint32(1))) >> np.uint32(16))
+
+
+@_compiled
+def largest_magnitude(bits: NDArray[Any]) -> int:
+    """The largest pattern in ``bits`` (n,) of a float type (uint16 or uint32) without its sign bit; 0 when empty.
+
+    Patterns without their sign order like magnitudes, with infinities and NaN above all finite numbers.
+    """
+    mask = bits.dtype.type(0x7FFFFFFF if bits.itemsize == 4 else 0x7FFF)
+    largest = bits.dtype.type(0)
+    for i in range(bits.shape[0]):
+        largest = max(largest, bits[i] & mask)
+    return int(largest)
 
 
 @_compiled
@@ -243,9 +256,10 @@ def _bracket_row(
     low: NDArray[np.float32],
     high: NDArray[np.float32],
 ) -> None:
-    """Bracket ``weight + delta`` (columns,) between ``low`` and ``high``, given that ``delta`` is off by ``coefficient * a_norms`` at most.
+    """Bracket ``weight + delta`` (columns,) between ``low`` and ``high``.
 
-    The sum and the two ends are themselves rounded, each by at most ``2**-24`` of the value: 2.5 of these cover all.
+    ``delta`` is off by ``coefficient * a_norms`` at most. The sum and the two ends are themselves rounded, each by at most
+    ``2**-24`` of the value: 2.5 of these cover all.
     """
     relative = np.float32(2.5 * 2.0**-24)
     for j in range(low.shape[0]):
@@ -256,7 +270,7 @@ def _bracket_row(
 
 
 @_compiled
-def _round_bracket(low: NDArray[np.uint32], high: NDArray[np.uint32], out: NDArray[np.uint16]) -> bool:
+def _round_bracket(low: NDArray[np.uint32], high: NDArray[np.uint32], out: NDArray[np.uint16]) -> Any:
     """Round both ends of the bracket to bfloat16, keep the lower one and tell whether any two of them differ."""
     differ = np.uint32(0)
     for j in range(out.shape[0]):
@@ -288,8 +302,8 @@ def add_low_rank_to_bf16(
     rows, columns = weight.shape
     rank = a.shape[0]
     unit = 2.0**-24
-    # What one term of the product goes through: float32(scaling * b), float32(a), their product, two sums inside its group of four
-    # and one sum a group (or a leftover rank); the last 1 covers the rounding of the norms.
+    # What one term of the product goes through: float32(scaling * b), float32(a), their product, two sums inside its group of
+    # four and one sum a group (or a leftover rank); the last 1 covers the rounding of the norms.
     roundings = 5 + rank // 4 + rank % 4 + 1
     scratch = np.empty(1, np.float32)
     scratch_bits = scratch.view(np.uint32)

@@ -113,7 +113,9 @@ def read_manifest(folder: str | Path) -> MergeManifest:
     path = Path(folder) / MANIFEST_FILE
     value = read_json(path, "a merge manifest (is this a checkpoint that lora-merge wrote?)")
     if value.get("format") != FORMAT or value.get("version") != VERSION:
-        raise MergeError(f"{path}: format {value.get('format')!r} version {value.get('version')!r}; expected {FORMAT!r} version {VERSION}")
+        raise MergeError(
+            f"{path}: format {value.get('format')!r} version {value.get('version')!r}; expected {FORMAT!r} version {VERSION}"
+        )
     if value.get("method") not in (FROM_4BIT, ORIGINAL_WEIGHTS):
         raise MergeError(f"{path}: method {value.get('method')!r}; expected {FROM_4BIT!r} or {ORIGINAL_WEIGHTS!r}")
     output = value.get("output")

@@ -27,7 +27,7 @@ def quantized_tensors(base: Checkpoint, recipe: QuantRecipe, trust_remote_code: 
     missing = [module for module in modules if f"{module}.weight" not in tensors]
     if missing:
         raise MergeError(
-            f"base {base.folder.source}: module {missing[0]!r} was quantized in training but the base has no tensor {missing[0]}.weight "
+            f"base {base.folder.source}: module {missing[0]!r} was quantized in training but the base has no {missing[0]}.weight "
             f"({len(missing)} of {len(modules)} modules); the base and the recipe do not belong together"
         )
     return frozenset(f"{module}.weight" for module in modules)
@@ -36,9 +36,9 @@ def quantized_tensors(base: Checkpoint, recipe: QuantRecipe, trust_remote_code: 
 def quantized_modules(base: Checkpoint, skip_modules: tuple[str, ...] | None, trust_remote_code: bool) -> tuple[str, ...]:
     """Names of the modules that transformers replaces by 4-bit ones when it loads ``base``.
 
-    By default it leaves out tied weights' modules, the last module, the output embedding and what the architecture keeps in float32;
-    a given ``skip_modules`` *replaces* the first three. Source: ``transformers/quantizers/base.py`` (the functions are called, not
-    copied) and ``integrations/bitsandbytes.py``, ``replace_with_bnb_linear``, whose type test is repeated here.
+    By default it leaves out tied weights' modules, the last module, the output embedding and what the architecture keeps in
+    float32; a given ``skip_modules`` *replaces* the first three. Source: ``transformers/quantizers/base.py`` (the functions are
+    called, not copied) and ``integrations/bitsandbytes.py``, ``replace_with_bnb_linear``, whose type test is repeated here.
     """
     from torch import nn
     from transformers.pytorch_utils import Conv1D
@@ -64,8 +64,8 @@ def _model_without_data(base: Checkpoint, trust_remote_code: bool) -> Any:
     config_path = base.folder.path
     if base.config.get("auto_map") and not trust_remote_code:
         raise MergeError(
-            f"base {base.folder.source}: its architecture is Python code in the checkpoint (auto_map in config.json), which is not run "
-            "unless you pass --trust-remote-code; read that code first"
+            f"base {base.folder.source}: its architecture is Python code in the checkpoint (auto_map in config.json), which is "
+            "not run unless you pass --trust-remote-code; read that code first"
         )
     try:
         config = transformers.AutoConfig.from_pretrained(config_path, trust_remote_code=trust_remote_code, local_files_only=True)

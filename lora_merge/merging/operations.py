@@ -23,7 +23,7 @@ from lora_merge.merging.safetensors_file import TensorInfo, read_tensor
 BLOCK_ELEMENTS = 1 << 18
 """Elements a block aims at: its float32 copy (1 MiB) stays in a core's cache between the steps."""
 
-ReadRows = Callable[[int, int], NDArray]
+ReadRows = Callable[[int, int], NDArray[Any]]
 """Gives rows ``[start, stop)`` of the base tensor in its carrier type, shape (stop - start, columns)."""
 
 
@@ -74,7 +74,9 @@ class _LowRank:
         b = widen(read_tensor(operation.b), operation.b.dtype).astype(np.float64)
         a = widen(read_tensor(operation.a), operation.a.dtype).astype(np.float64)
         norms = np.sqrt((a * a).sum(axis=0))
-        return cls(b, a, (operation.scaling * b).astype(np.float32), a.astype(np.float32), norms.astype(np.float32), operation.scaling)
+        return cls(
+            b, a, (operation.scaling * b).astype(np.float32), a.astype(np.float32), norms.astype(np.float32), operation.scaling
+        )
 
     def add_rounded_to_bf16(self, values: NDArray[np.float32], start: int, stop: int) -> NDArray[np.uint16]:
         out = np.empty(values.shape, np.uint16)
@@ -110,7 +112,7 @@ class BoundTensor:
         """The row ranges ``(start, stop)`` to compute, in order."""
         return [(start, min(start + self.block_rows, self.rows)) for start in range(0, self.rows, self.block_rows)]
 
-    def compute(self, read_rows: ReadRows, start: int, stop: int) -> NDArray:
+    def compute(self, read_rows: ReadRows, start: int, stop: int) -> NDArray[Any]:
         """Rows ``[start, stop)`` of the result in its carrier type, shape (stop - start, columns).
 
         Raises:
@@ -120,6 +122,7 @@ class BoundTensor:
         if self.round_trip is None and not self.low_rank and self.dtype == self.source.dtype:
             return raw
         values = widen(raw, self.source.dtype)
+        self._check_finite(values, start, "the base's value", self.source.dtype)
         if self.round_trip is not None:
             recipe, scales = self.round_trip
             quant_dtype = BY_TORCH_NAME[recipe.quant_dtype]
@@ -130,28 +133,30 @@ class BoundTensor:
             round_trip(values.reshape(-1), scales, slice(first, last), recipe)
             round_through(values, quant_dtype)
         if len(self.low_rank) == 1 and self.dtype.name == "BF16":
-            result: NDArray = self.low_rank[0].add_rounded_to_bf16(values, start, stop)
+            result: NDArray[Any] = self.low_rank[0].add_rounded_to_bf16(values, start, stop)
         else:
             exact = values.astype(np.float64)
             for update in self.low_rank:
                 exact = update.add(exact, start, stop)
             result = round_float64(exact, self.dtype)
-        self._check_finite(result, start)
+        self._check_finite(result, start, "the merged value", self.dtype)
         return result
 
-    def _check_finite(self, result: NDArray, start: int) -> None:
-        exponent = {"BF16": 0x7F80, "F16": 0x7C00, "F32": 0x7F800000}[self.dtype.name]
-        bits: NDArray[Any] = result.view(np.uint32 if self.dtype.itemsize == 4 else np.uint16)
-        if (bits & exponent).max(initial=0) == exponent:
-            row, column = np.argwhere((bits & exponent) == exponent)[0]
+    def _check_finite(self, values: NDArray[Any], start: int, what: str, dtype: DType) -> None:
+        """Raise where a value is NaN or infinite. Integer rounding would carry some NaN patterns over to zero."""
+        bits: NDArray[Any] = values.view(np.uint32 if values.itemsize == 4 else np.uint16)
+        infinity = 0x7F800000 if values.itemsize == 4 else {"BF16": 0x7F80, "F16": 0x7C00}[dtype.name]
+        if kernels.largest_magnitude(bits.reshape(-1)) >= infinity:
+            magnitude = bits & (0x7FFFFFFF if values.itemsize == 4 else 0x7FFF)
+            row, column = np.argwhere(magnitude >= infinity)[0]
             raise MergeError(
-                f"{self.source.name}: the merged value at [{start + int(row)}, {int(column)}] is not finite in {self.dtype.torch_name}; "
-                "the base is damaged, or this type is too narrow: try --dtype bfloat16 or float32"
+                f"{self.source.name}: {what} at [{start + int(row)}, {int(column)}] is not finite in {dtype.torch_name}; "
+                "the base is damaged, or the type is too narrow: try --dtype bfloat16 or float32"
             )
 
 
 def matrix_shape(tensor: TensorInfo) -> tuple[int, int]:
-    """The tensor as (rows, columns): the first dimension against all others; one with fewer than two dimensions is a single row."""
+    """The tensor as (rows, columns): the first dimension against all others; fewer than two dimensions are a single row."""
     if len(tensor.shape) < 2:
         return 1, math.prod(tensor.shape)
     return tensor.shape[0], math.prod(tensor.shape[1:])
@@ -168,7 +173,9 @@ def bind(source: TensorInfo, dtype: DType, operations: tuple[Operation, ...], re
     return BoundTensor(source, dtype, rows, columns, block_rows, trip, updates)
 
 
-def _survey(source: TensorInfo, recipe: QuantRecipe, rows: int, columns: int, block_rows: int, read_rows: ReadRows) -> BlockScales:
+def _survey(
+    source: TensorInfo, recipe: QuantRecipe, rows: int, columns: int, block_rows: int, read_rows: ReadRows
+) -> BlockScales:
     """The block scales of a whole tensor, one block of rows in memory at a time."""
     absmax = np.empty(-(-rows * columns // recipe.block_size), np.float32)
     quant_dtype = BY_TORCH_NAME[recipe.quant_dtype]
@@ -180,7 +187,7 @@ def _survey(source: TensorInfo, recipe: QuantRecipe, rows: int, columns: int, bl
         part = absmax[start * columns // recipe.block_size : -(-stop * columns // recipe.block_size)]
         if not kernels.block_absmax(values.reshape(-1).view(np.uint32), recipe.block_size, part.view(np.uint32)):
             raise MergeError(
-                f"{source.path}: {source.name!r} holds NaN or infinite values in rows {start} to {stop - 1} as {recipe.quant_dtype}; "
-                "the base is damaged, or the recipe's quant_dtype is too narrow for it"
+                f"{source.path}: {source.name!r} holds NaN or infinite values in rows {start} to {stop - 1} "
+                f"as {recipe.quant_dtype}; the base is damaged, or the recipe's quant_dtype is too narrow for it"
             )
     return block_scales(absmax, recipe)

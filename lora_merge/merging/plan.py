@@ -166,7 +166,9 @@ def make_plan(
     shards = tuple(
         ShardPlan(
             shard.path.name,
-            tuple(_plan_tensor(tensor, target, recipe if tensor.name in quantized else None, updates) for tensor in shard.tensors),
+            tuple(
+                _plan_tensor(tensor, target, recipe if tensor.name in quantized else None, updates) for tensor in shard.tensors
+            ),
             shard.metadata,
         )
         for shard in base.shards
@@ -192,7 +194,9 @@ def _output_dtype(dtype: str | None) -> DType | None:
         return None
     found = BY_TORCH_NAME.get(dtype)
     if found is None or found.name not in FLOATING:
-        raise MergeError(f"dtype {dtype!r}: expected one of {', '.join(BY_TORCH_NAME[n].torch_name for n in ('float32', 'float16', 'bfloat16'))}")
+        raise MergeError(
+            f"dtype {dtype!r}: expected one of {', '.join(name for name, known in BY_TORCH_NAME.items() if known.name in FLOATING)}"
+        )
     return found
 
 
@@ -208,8 +212,8 @@ def _place_updates(base: Checkpoint, adapter: Adapter) -> dict[str, LowRankPair]
         expected = (pair.b.shape[0], pair.a.shape[1])
         if weight.shape != expected:
             raise MergeError(
-                f"{pair.a.path}: the update of {pair.module} has shape {list(expected)}, the base's {name} has {list(weight.shape)}; "
-                f"is {base.folder.source} the base it was trained on ({adapter.named_base or 'not recorded'})?"
+                f"{pair.a.path}: the update of {pair.module} has shape {list(expected)}, the base's {name} has "
+                f"{list(weight.shape)}; is {base.folder.source} the base it was trained on ({adapter.named_base or 'not recorded'})?"
             )
         if weight.dtype.name not in FLOATING:
             raise MergeError(
@@ -229,12 +233,16 @@ def _no_counterpart(pair: LowRankPair, base: Checkpoint, name: str) -> str:
     return f"{pair.a.path}: module {pair.module!r} has no tensor {name} in base {base.folder.source}; {hint}"
 
 
-def _plan_tensor(tensor: TensorInfo, target: DType | None, recipe: QuantRecipe | None, updates: Mapping[str, LowRankPair]) -> TensorPlan:
+def _plan_tensor(
+    tensor: TensorInfo, target: DType | None, recipe: QuantRecipe | None, updates: Mapping[str, LowRankPair]
+) -> TensorPlan:
     dtype = target if target is not None and tensor.dtype.name in FLOATING else tensor.dtype
     operations: list[Operation] = []
     if recipe is not None:
         if tensor.dtype.name not in FLOATING:
-            raise MergeError(f"{tensor.path}: {tensor.name} is of type {tensor.dtype.name}, expected one of {', '.join(FLOATING)} to quantize")
+            raise MergeError(
+                f"{tensor.path}: {tensor.name} is of type {tensor.dtype.name}, expected one of {', '.join(FLOATING)} to quantize"
+            )
         operations.append(RoundTrip(recipe))
     if tensor.name in updates:
         pair = updates[tensor.name]

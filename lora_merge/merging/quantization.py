@@ -69,7 +69,9 @@ class QuantRecipe:
     @property
     def assumed(self) -> bool:
         """Whether a setting that changes the dequantized weights is the usual QLoRA one rather than a recorded one."""
-        return any(self.origins.get(name, ASSUMED) == ASSUMED for name in ("quant_type", "double_quant", "block_size", "quant_dtype"))
+        return any(
+            self.origins.get(name, ASSUMED) == ASSUMED for name in ("quant_type", "double_quant", "block_size", "quant_dtype")
+        )
 
     @property
     def source(self) -> str:
@@ -108,7 +110,9 @@ class QuantRecipe:
             MergeError: the recipe has a block size that transformers cannot ask bitsandbytes for.
         """
         if self.block_size != 64:
-            raise MergeError(f"a live reference needs block size 64, the only one transformers offers; the recipe says {self.block_size}")
+            raise MergeError(
+                f"a live reference needs block size 64, the only one transformers offers; the recipe says {self.block_size}"
+            )
         config: dict[str, Any] = {
             "load_in_4bit": True,
             "bnb_4bit_quant_type": self.quant_type,

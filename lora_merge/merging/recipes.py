@@ -35,7 +35,7 @@ def find_recipe(
     if unknown:
         raise MergeError(f"recipe setting {min(unknown)!r}: expected one of {', '.join(RECIPE_FIELDS)}")
     settings = dict(given)
-    origins = {name: "given explicitly" for name in given}
+    origins = dict.fromkeys(given, "given explicitly")
     sources = (
         _recipe_in_file(Path(quant_config)) if quant_config is not None else None,
         recipe_of_config(base_config),
@@ -123,7 +123,9 @@ def recipe_of(model: Any) -> QuantRecipe | None:
         found[(state.quant_type, bool(state.nested), state.blocksize, str(state.dtype).removeprefix("torch."))] = name
     if len(found) > 1:
         first, second = list(found.items())[:2]
-        raise MergeError(f"{first[1]} and {second[1]} were quantized differently ({first[0]} and {second[0]}); one recipe cannot describe both")
+        raise MergeError(
+            f"{first[1]} and {second[1]} were quantized differently ({first[0]} and {second[0]}); one recipe cannot describe both"
+        )
     quant_type, double_quant, block_size, quant_dtype = next(iter(found))
     settings: dict[str, Any] = {
         "quant_type": quant_type,

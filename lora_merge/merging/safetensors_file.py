@@ -54,7 +54,9 @@ def read_header(path: Path) -> SafetensorsHeader:
         with path.open("rb") as file:
             length = int.from_bytes(file.read(8), "little")
             if size < 8 or length > size - 8:
-                raise MergeError(f"{path}: truncated: the header should take {length + 8} bytes, the file has {size}; fetch it again")
+                raise MergeError(
+                    f"{path}: truncated: the header should take {length + 8} bytes, the file has {size}; fetch it again"
+                )
             if length > MAX_HEADER_BYTES:
                 raise MergeError(f"{path}: header of {length} bytes; the format allows {MAX_HEADER_BYTES}")
             text = file.read(length)
@@ -74,13 +76,16 @@ def _parse(path: Path, text: bytes, data_start: int, file_size: int) -> tuple[tu
     if not isinstance(metadata, dict) or not all(isinstance(value, str) for value in metadata.values()):
         raise MergeError(f"{path}: __metadata__ must map strings to strings")
     tensors = sorted(
-        (_tensor(path, name, entry, data_start) for name, entry in header.items()), key=lambda tensor: (tensor.start, tensor.nbytes)
+        (_tensor(path, name, entry, data_start) for name, entry in header.items()),
+        key=lambda tensor: (tensor.start, tensor.nbytes),
     )
     position = data_start
     for tensor in tensors:
         if tensor.start != position:
             fault = "overlaps the tensor before it" if tensor.start < position else "leaves a hole before it"
-            raise MergeError(f"{path}: tensor {tensor.name!r} {fault} (starts at byte {tensor.start}, expected {position}); corrupt header")
+            raise MergeError(
+                f"{path}: tensor {tensor.name!r} {fault} (starts at byte {tensor.start}, expected {position}); corrupt header"
+            )
         position += tensor.nbytes
     if position != file_size:
         state = "truncated" if position > file_size else "followed by bytes that belong to no tensor"
@@ -122,7 +127,7 @@ def _are_sizes(values: Any) -> bool:
     return isinstance(values, list) and all(type(value) is int and 0 <= value < 2**63 for value in values)
 
 
-def bytes_of(values: NDArray) -> memoryview:
+def bytes_of(values: NDArray[Any]) -> memoryview:
     """The bytes of a contiguous array, shared with it."""
     return memoryview(values.reshape(-1).view(np.uint8).data)
 
@@ -134,13 +139,15 @@ def read_exactly(descriptor: int, start: int, buffer: memoryview, path: Path) ->
         while filled < len(buffer):
             count = os.preadv(descriptor, [buffer[filled:]], start + filled)
             if count == 0:
-                raise MergeError(f"{path}: ended at byte {start + filled} while it was read; did something change it during the merge?")
+                raise MergeError(
+                    f"{path}: ended at byte {start + filled} while it was read; did something change it during the merge?"
+                )
             filled += count
     except OSError as error:
         raise MergeError(f"{path}: read failed at byte {start + filled}: {error.strerror or error}") from error
 
 
-def read_tensor(tensor: TensorInfo) -> NDArray:
+def read_tensor(tensor: TensorInfo) -> NDArray[Any]:
     """The whole tensor in its carrier type, shape ``tensor.shape``."""
     values = np.empty(tensor.shape, tensor.dtype.carrier)
     if tensor.nbytes:

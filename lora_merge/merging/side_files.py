@@ -108,9 +108,10 @@ def _json_bytes(value: Any) -> bytes:
 def _model_card(base: Checkpoint, adapter: Adapter, method: str, recipe: QuantRecipe | None) -> str:
     base_name = adapter.named_base or base.folder.source
     how = (
-        f"The base was taken through the 4-bit quantization that the adapter was trained on ({recipe.describe()}; {recipe.source})."
+        f"The base was taken through the 4-bit quantization the adapter was trained on ({recipe.describe()}; {recipe.source})."
         if recipe
-        else "The adapter was added to the original weights. If it was trained with QLoRA, it was trained on other weights than these."
+        else "The adapter was added to the original weights. If it was trained with QLoRA, it was trained on other weights than "
+        "these."
     )
     front = ["---", f"base_model: {json.dumps(base_name)}", "library_name: transformers", "tags:", "- lora", "- merged", "---"]
     return "\n".join(

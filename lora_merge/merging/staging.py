@@ -67,7 +67,9 @@ def check_free(out: Path, *, overwrite: bool, marker: str) -> None:
     if not overwrite:
         raise MergeError(f"{out}: exists already; choose another name or pass --overwrite")
     if not (out / marker).is_file():
-        raise MergeError(f"{out}: holds no {marker}, so it was not written by lora-merge and is not overwritten; remove it yourself")
+        raise MergeError(
+            f"{out}: holds no {marker}, so it was not written by lora-merge and is not overwritten; remove it yourself"
+        )
 
 
 def _remove_leftovers(out: Path, prefix: str) -> None:

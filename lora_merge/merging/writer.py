@@ -17,6 +17,7 @@ from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -48,7 +49,7 @@ class _BaseFile:
     path: Path
     descriptor: int
 
-    def read_rows(self, tensor: TensorInfo, columns: int, start: int, stop: int) -> NDArray:
+    def read_rows(self, tensor: TensorInfo, columns: int, start: int, stop: int) -> NDArray[Any]:
         values = np.empty((stop - start, columns), tensor.dtype.carrier)
         if values.size:
             offset = tensor.start + start * columns * tensor.dtype.itemsize
@@ -117,7 +118,7 @@ def _write_shard(
 def _parts(shard: ShardPlan, survey: _Survey, workers: ThreadPoolExecutor, ahead: int) -> Iterator[memoryview]:
     """The bytes of an output file in order, computed up to ``ahead`` blocks in advance."""
     yield memoryview(shard.header)
-    pending: deque[Future[NDArray]] = deque()
+    pending: deque[Future[NDArray[Any]]] = deque()
     try:
         for bound in survey:
             for start, stop in bound.blocks:
@@ -176,7 +177,7 @@ class _Survey:
         source = tensor.source
         hashed = False
 
-        def read_rows(start: int, stop: int) -> NDArray:
+        def read_rows(start: int, stop: int) -> NDArray[Any]:
             nonlocal hashed
             hashed = True
             values = self._file.read_rows(source, columns, start, stop)
@@ -205,7 +206,7 @@ class _RowReader:
     tensor: TensorInfo
     columns: int
 
-    def __call__(self, start: int, stop: int) -> NDArray:
+    def __call__(self, start: int, stop: int) -> NDArray[Any]:
         return self.file.read_rows(self.tensor, self.columns, start, stop)
 
 

@@ -115,7 +115,9 @@ def test_every_pair_of_types(dtype, base_dtype, bases, adapters, tmp_path):
     assert json.loads((out / "config.json").read_text())["dtype"] == dtype
 
 
-@pytest.mark.parametrize(("quant_dtype", "base_dtype"), [("bfloat16", torch.float32), ("float16", torch.bfloat16), ("float32", torch.bfloat16)])
+@pytest.mark.parametrize(
+    ("quant_dtype", "base_dtype"), [("bfloat16", torch.float32), ("float16", torch.bfloat16), ("float32", torch.bfloat16)]
+)
 def test_weights_take_their_type_at_quantization_first(quant_dtype, base_dtype, bases, adapters, tmp_path):
     """A float32 checkpoint that training loaded as bfloat16 was rounded before it was quantized. Oracle: bitsandbytes."""
     base, adapter = bases("llama", dtype=base_dtype), adapters("llama", target_modules=["q_proj"])
@@ -126,7 +128,9 @@ def test_weights_take_their_type_at_quantization_first(quant_dtype, base_dtype, 
     assert_same_bits(load_folder(out)[name], dequantize_4bit(packed, state).float(), name)
 
 
-@pytest.mark.parametrize("settings", [{"use_rslora": True}, {"rank_pattern": {"q_proj": 7}, "alpha_pattern": {r"layers\.1\..*up_proj": 3}}])
+@pytest.mark.parametrize(
+    "settings", [{"use_rslora": True}, {"rank_pattern": {"q_proj": 7}, "alpha_pattern": {r"layers\.1\..*up_proj": 3}}]
+)
 def test_scalings(settings, bases, adapters, tmp_path):
     base, adapter = bases("llama"), adapters("llama", **settings)
     after = load_folder(merge(base, adapter, tmp_path / "out").out)
@@ -138,7 +142,10 @@ def test_scalings(settings, bases, adapters, tmp_path):
 
 def test_result_does_not_depend_on_the_number_of_jobs(bases, adapters, tmp_path):
     base, adapter = bases("gemma3", True), adapters("gemma3")
-    roots = {merge(base, adapter, tmp_path / str(jobs), MergeOptions(from_4bit=True, jobs=jobs)).manifest.to_json()["output"]["root"] for jobs in (1, 2, 5)}
+    roots = {
+        merge(base, adapter, tmp_path / str(jobs), MergeOptions(from_4bit=True, jobs=jobs)).manifest.to_json()["output"]["root"]
+        for jobs in (1, 2, 5)
+    }
     assert len(roots) == 1
 
 
@@ -146,7 +153,13 @@ def test_files_beside_the_weights(bases, adapters, tmp_path):
     base, adapter = tmp_path / "base", tmp_path / "adapter"
     shutil.copytree(bases("llama", True), base)
     shutil.copytree(adapters("llama"), adapter)
-    for name, text in {"tokenizer.json": "{}", "tokenizer.model": "base", "chat_template.jinja": "base", "LICENSE": "terms", "pytorch_model.bin": "x"}.items():
+    for name, text in {
+        "tokenizer.json": "{}",
+        "tokenizer.model": "base",
+        "chat_template.jinja": "base",
+        "LICENSE": "terms",
+        "pytorch_model.bin": "x",
+    }.items():
         (base / name).write_text(text)
     (adapter / "chat_template.jinja").write_text("adapter")
     out = merge(base, adapter, tmp_path / "out").out
@@ -172,7 +185,9 @@ def test_manifest_names_what_was_merged(bases, adapters, tmp_path):
     assert manifest.recipe is not None and manifest.recipe.assumed
     assert manifest.base.path == str(base.resolve()) and manifest.base.commit is None
     assert manifest.base.files == {
-        p.name: digest(p) for p in base.iterdir() if p.suffix == ".safetensors" or p.name in ("config.json", "model.safetensors.index.json")
+        p.name: digest(p)
+        for p in base.iterdir()
+        if p.suffix == ".safetensors" or p.name in ("config.json", "model.safetensors.index.json")
     }
     assert manifest.adapter.files == {n: digest(adapter / n) for n in ("adapter_config.json", "adapter_model.safetensors")}
     assert manifest.output == {p.name: digest(p) for p in out.iterdir() if p.name != "merge_manifest.json"}
@@ -184,7 +199,13 @@ def test_dry_run_plan_accounts_for_every_tensor(bases, adapters):
     value = plan.to_json(jobs=2)
     weights = load_folder(base)
     assert {tensor["name"] for tensor in value["tensors"]} == set(weights)
-    used = [step[half] for tensor in value["tensors"] for step in tensor["operations"] if step["operation"] == "add low rank" for half in "ab"]
+    used = [
+        step[half]
+        for tensor in value["tensors"]
+        for step in tensor["operations"]
+        if step["operation"] == "add low rank"
+        for half in "ab"
+    ]
     from safetensors import safe_open
 
     with safe_open(adapter / "adapter_model.safetensors", "np") as file:
@@ -201,8 +222,8 @@ def test_public_names_work_from_the_package(bases, adapters, tmp_path):
 def test_blocks_that_span_rows(tmp_path):
     """in_features that is no multiple of the block size. Oracle: bitsandbytes on the same elements as rows of one block.
 
-    On a CPU bitsandbytes 0.50.2 itself dequantizes such a matrix wrongly (mean error 2.5 times that of the quantization), because its
-    kernel lets every row start a new block, which the quantizing kernel does not.
+    On a CPU bitsandbytes 0.50.2 itself dequantizes such a matrix wrongly (mean error 2.5 times that of the quantization),
+    because its kernel lets every row start a new block, which the quantizing kernel does not.
     """
     torch.manual_seed(0)
     weight = torch.randn(64, 96).to(torch.bfloat16)

@@ -1,0 +1,164 @@
+"""The command line: what it prints, where, and what it leaves."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+from click.testing import CliRunner
+
+from lora_merge.merging.cli import main
+from lora_merge.merging.recipes import RECIPE_FILE
+from tests.merging.oracle import load_folder
+from tests.tiny import save_tiny_adapter, save_tiny_base
+
+
+def run(*arguments: object):
+    return CliRunner().invoke(main, [str(argument) for argument in arguments])
+
+
+def test_dry_run_prints_the_plan_and_writes_nothing(bases, adapters, tmp_path):
+    result = run(
+        "--base",
+        bases("llama"),
+        "--adapter",
+        adapters("llama"),
+        "--out",
+        tmp_path / "out",
+        "--from-4bit",
+        "--dry-run",
+        "--format",
+        "json",
+    )
+    assert result.exit_code == 0
+    plan = json.loads(result.stdout)
+    assert plan["method"] == "from-4bit" and plan["recipe"]["assumed"] is True and plan["memory_bytes"] > 0
+    assert list(tmp_path.iterdir()) == []
+    human = run(
+        "--base", bases("llama"), "--adapter", adapters("llama"), "--out", tmp_path / "out", "--from-4bit", "--dry-run"
+    ).stdout
+    assert (
+        "model.layers.0.mlp.up_proj.weight [128, 64] bfloat16" in human and "assumed" in human and "nothing was written" in human
+    )
+
+
+def test_assumed_recipe_is_said_and_a_recorded_one_is_used(bases, adapters, tmp_path):
+    arguments = (
+        "--base",
+        bases("llama"),
+        "--adapter",
+        adapters("llama", lora_alpha=9),
+        "--from-4bit",
+        "--format",
+        "json",
+        "--quiet",
+    )
+    result = run(*arguments, "--out", tmp_path / "assumed")
+    assert "assumed" in result.stderr
+    adapter = adapters("llama", lora_alpha=9)
+    record = {
+        "format": "lora-merge/quantization-recipe",
+        "version": 1,
+        "recipe": {"quant_type": "fp4", "double_quant": False, "block_size": 128, "quant_dtype": "float16"},
+    }
+    (adapter / RECIPE_FILE).write_text(json.dumps(record))
+    result = run(*arguments, "--out", tmp_path / "recorded")
+    assert result.stderr == ""
+    recipe = json.loads(result.stdout)["manifest"]["recipe"]
+    assert (recipe["quant_type"], recipe["block_size"], recipe["assumed"]) == ("fp4", 128, False)
+    assert recipe["origins"]["quant_type"] == RECIPE_FILE
+    result = run(*arguments, "--out", tmp_path / "flag", "--quant-type", "nf4")
+    recipe = json.loads(result.stdout)["manifest"]["recipe"]
+    assert (recipe["quant_type"], recipe["block_size"]) == ("nf4", 128), "a flag comes before the record, setting by setting"
+
+
+def test_bitsandbytes_config_file(bases, adapters, tmp_path):
+    import transformers
+
+    config = transformers.BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_use_double_quant=True)
+    (tmp_path / "bnb.json").write_text(json.dumps(config.to_dict()))
+    result = run(
+        "--base",
+        bases("llama"),
+        "--adapter",
+        adapters("llama"),
+        "--out",
+        tmp_path / "out",
+        "--from-4bit",
+        "--quant-config",
+        tmp_path / "bnb.json",
+        "--format",
+        "json",
+        "--quiet",
+    )
+    recipe = json.loads(result.stdout)["manifest"]["recipe"]
+    assert (recipe["quant_type"], recipe["double_quant"], recipe["origins"]["quant_type"]) == ("nf4", True, "bnb.json")
+
+
+def test_overwrite_replaces_an_earlier_merge(bases, adapters, tmp_path):
+    arguments = ("--base", bases("llama"), "--adapter", adapters("llama"), "--out", tmp_path / "out", "--quiet")
+    assert run(*arguments).exit_code == 0
+    before = load_folder(tmp_path / "out")
+    assert run(*arguments, "--from-4bit").exit_code == 1
+    assert run(*arguments, "--from-4bit", "--overwrite").exit_code == 0
+    after = load_folder(tmp_path / "out")
+    assert any((after[name] != before[name]).any() for name in before)
+    assert [path.name for path in tmp_path.iterdir()] == ["out"], "the replaced folder is gone"
+
+
+def test_two_runs_into_one_folder(bases, adapters, tmp_path):
+    """A run that finds a living one's hidden folder yields; a dead one's is removed."""
+    import fcntl
+
+    hidden = tmp_path / ".out.partial-other"
+    hidden.mkdir()
+    descriptor = os.open(hidden, os.O_RDONLY)
+    fcntl.flock(descriptor, fcntl.LOCK_EX)
+    arguments = ("--base", bases("llama"), "--adapter", adapters("llama"), "--out", tmp_path / "out", "--quiet")
+    result = run(*arguments)
+    assert result.exit_code == 1 and "another run" in result.stderr and hidden.is_dir() and not (tmp_path / "out").exists()
+    os.close(descriptor)
+    assert run(*arguments).exit_code == 0
+    assert [path.name for path in tmp_path.iterdir()] == ["out"]
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_interrupt_leaves_nothing(number, tmp_path):
+    """A signal to a real process while it writes 120 MB: exit 130, one line, and not even a hidden folder."""
+    base = save_tiny_base(tmp_path / "base", hidden_size=1024, intermediate_size=4096, num_hidden_layers=4)
+    adapter = save_tiny_adapter(tmp_path / "adapter", base)
+    results = tmp_path / "results"
+    results.mkdir()
+    command = [sys.executable, "-m", "lora_merge.merging", "--from-4bit", "--quiet", "--jobs", "1"]
+    command += ["--base", str(base), "--adapter", str(adapter), "--out", str(results / "out")]
+    process = subprocess.Popen(command, stderr=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    while process.poll() is None and not list(results.glob(".out.partial-*/*.safetensors")):
+        time.sleep(0.01)
+    process.send_signal(number)
+    _, errors = process.communicate(timeout=60)
+    assert process.returncode == 130, errors
+    assert errors.splitlines()[-1].startswith("error: interrupted"), errors
+    assert list(results.iterdir()) == []
+
+
+def test_leftovers_of_a_killed_run_go_with_the_next(bases, adapters, tmp_path):
+    """kill -9 while writing leaves a hidden folder; the next run removes it and finishes."""
+    base = save_tiny_base(tmp_path / "base", hidden_size=1024, intermediate_size=4096, num_hidden_layers=4)
+    adapter = save_tiny_adapter(tmp_path / "adapter", base)
+    results = tmp_path / "results"
+    results.mkdir()
+    command = [sys.executable, "-m", "lora_merge.merging", "--quiet", "--jobs", "1"]
+    command += ["--base", str(base), "--adapter", str(adapter), "--out", str(results / "out")]
+    process = subprocess.Popen(command, stderr=subprocess.DEVNULL, stdout=subprocess.DEVNULL)
+    while process.poll() is None and not list(results.glob(".out.partial-*/*.safetensors")):
+        time.sleep(0.01)
+    process.kill()
+    process.wait()
+    assert [path.name[:13] for path in results.iterdir()] == [".out.partial-"], "a killed run has no result, only a hidden folder"
+    subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
+    assert [path.name for path in results.iterdir()] == ["out"]

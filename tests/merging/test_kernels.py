@@ -1,0 +1,92 @@
+"""The compiled loops against float64 arithmetic and integer rounding written out."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+
+from lora_merge.merging import kernels
+from lora_merge.merging.dtypes import BY_NAME, round_float64, widen
+from tests.merging.oracle import rounded
+
+
+def merged(weight: np.ndarray, b: np.ndarray, a: np.ndarray, scaling: float) -> tuple[torch.Tensor, int]:
+    out = np.empty(weight.shape, np.uint16)
+    norms = np.sqrt((a * a).sum(axis=0)).astype(np.float32)
+    count = kernels.add_low_rank_to_bf16(
+        weight, b, a, (scaling * b).astype(np.float32), a.astype(np.float32), scaling, norms, out
+    )
+    return torch.from_numpy(out.view(np.int16)).view(torch.bfloat16), count
+
+
+@pytest.mark.parametrize("rank", [1, 3, 4, 16, 37, 128])
+@pytest.mark.parametrize("scale", [1e-6, 1e-2, 1.0, 30.0])
+def test_low_rank_sum_is_correctly_rounded(rank, scale):
+    """Oracle: numpy's float64 product and sum, rounded by comparing the two neighbours."""
+    rng = np.random.default_rng(rank)
+    weight = widen((rng.standard_normal((33, 257)).astype(np.float32).view(np.uint32) >> 16).astype(np.uint16), BY_NAME["BF16"])
+    b, a = rng.standard_normal((33, rank)) * scale, rng.standard_normal((rank, 257))
+    found, reworked = merged(weight, b, a, 1.7)
+    assert torch.equal(found, rounded(weight.astype(np.float64) + 1.7 * (b @ a), torch.bfloat16))
+    assert reworked < 0.05 * weight.size, "float64 should be the exception"
+
+
+def test_sums_next_to_a_tie_are_decided_by_float64():
+    """A delta just above, at and just below half a unit in the last place: float32 arithmetic cannot tell them apart."""
+    weight = np.ones((3, 64), np.float32)
+    half = 2.0**-8
+    b = np.array([[half * (1 + 2.0**-40)], [half], [half * (1 - 2.0**-40)]])
+    found, reworked = merged(weight, b, np.ones((1, 64)), 1.0)
+    up = 1 + 2.0**-7
+    assert found[:, 0].tolist() == [up, 1.0, 1.0], "above the tie: up; the tie: to the even neighbour; below: down"
+    assert reworked == weight.size
+
+
+def test_cancellation_is_covered_by_the_error_bound():
+    """Weights that the update almost cancels: the float32 product's error is large against the result."""
+    rng = np.random.default_rng(0)
+    b, a = rng.standard_normal((16, 64)), rng.standard_normal((64, 256))
+    weight = -(b @ a).astype(np.float32)
+    found, reworked = merged(weight, b, a, 1.0)
+    expected = rounded(weight.astype(np.float64) + b @ a, torch.bfloat16)
+    relative = (found.double() - expected.double()).abs() / expected.double().abs()
+    # What is left of a cancelled sum depends on the order of the float64 sum itself; ours and numpy's agree to bfloat16's
+    # precision.
+    assert relative.max() <= 2.0**-8 and (found != expected).double().mean() < 0.01
+    assert reworked > 0.9 * weight.size
+
+
+def test_float64_to_bfloat16_rounds_once():
+    """Values that a float32 in between would round to a tie, and then to the wrong side."""
+    tie = 1 + 2.0**-8
+    values = np.array([tie + 2.0**-40, tie - 2.0**-40, tie, -(tie + 2.0**-40), 0.0, -0.0, 1e-45, 3.4e38, 1e300, -1e300, 5e-324])
+    found = torch.from_numpy(round_float64(values, BY_NAME["BF16"]).view(np.int16)).view(torch.bfloat16)
+    finite = found[:7].double().tolist()
+    assert finite == [1 + 2.0**-7, 1.0, 1.0, -(1 + 2.0**-7), 0.0, 0.0, 0.0]
+    assert torch.isinf(found[7:10]).all(), "beyond bfloat16's largest finite value"
+    rng = np.random.default_rng(1)
+    many = rng.standard_normal(100_000) * 10.0 ** rng.integers(-30, 30, 100_000)
+    found = torch.from_numpy(round_float64(many, BY_NAME["BF16"]).view(np.int16)).view(torch.bfloat16)
+    assert torch.equal(found, rounded(many, torch.bfloat16))
+
+
+def test_bfloat16_patterns_against_torch():
+    """Every one of the 65,536 patterns widened, and a million float32 rounded. Oracle: torch."""
+    patterns = np.arange(65536, dtype=np.uint16)
+    expected = torch.from_numpy(patterns.view(np.int16)).view(torch.bfloat16).float()
+    assert torch.equal(torch.from_numpy(widen(patterns, BY_NAME["BF16"])).view(torch.int32), expected.view(torch.int32))
+    values = np.random.default_rng(2).standard_normal(1_000_000).astype(np.float32)
+    found = values.copy()
+    kernels.round_to_bf16(found.view(np.uint32))
+    assert torch.equal(torch.from_numpy(found), torch.from_numpy(values).to(torch.bfloat16).float())
+
+
+@pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
+def test_absmax_tells_of_what_is_not_finite(bad):
+    values = np.random.default_rng(3).standard_normal(1000).astype(np.float32)
+    absmax = np.empty(16, np.float32)
+    assert kernels.block_absmax(values.view(np.uint32), 64, absmax.view(np.uint32))
+    assert np.array_equal(absmax[:15], np.abs(values[:960]).reshape(15, 64).max(1)) and absmax[15] == np.abs(values[960:]).max()
+    values[777] = bad
+    assert not kernels.block_absmax(values.view(np.uint32), 64, absmax.view(np.uint32))

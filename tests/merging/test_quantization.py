@@ -1,0 +1,143 @@
+"""The 4-bit round trip against what bitsandbytes computed on a CUDA device, and against the library on this machine.
+
+``bnb_cuda_nf4.safetensors`` holds results of bitsandbytes 0.50.2 on an H200 with torch 2.11 for one 256 x 512 weight a type,
+with an all-zero block, a sweep from -1 to 1, tiny values, an outlier of 60000 and a constant row.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from bitsandbytes.functional import dequantize_4bit, quantize_4bit
+from safetensors.torch import load_file
+
+from lora_merge.merging import kernels
+from lora_merge.merging.dtypes import BY_TORCH_NAME, round_through
+from lora_merge.merging.errors import MergeError
+from lora_merge.merging.quantization import QuantRecipe, block_scales, code_table, dequantize_absmax, dynamic_map, round_trip
+
+RECORDED = load_file(Path(__file__).with_name("bnb_cuda_nf4.safetensors"))
+TORCH_NAME = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
+
+
+def our_round_trip(weight: torch.Tensor, recipe: QuantRecipe) -> torch.Tensor:
+    """``weight`` through our kernels, back in its own type."""
+    values = weight.float().numpy().reshape(-1).copy()
+    absmax = np.empty(-(-values.size // recipe.block_size), np.float32)
+    assert kernels.block_absmax(values.view(np.uint32), recipe.block_size, absmax.view(np.uint32))
+    round_trip(values, block_scales(absmax, recipe), slice(None), recipe)
+    round_through(values, BY_TORCH_NAME[recipe.quant_dtype])
+    return torch.from_numpy(values).reshape(weight.shape).to(weight.dtype)
+
+
+def recorded_cases() -> list[str]:
+    return sorted(name.removesuffix(".dequant") for name in RECORDED if name.endswith(".dequant"))
+
+
+def recipe_of_case(case: str) -> QuantRecipe:
+    dtype, quant_type, block, mode = case.split(".")
+    return QuantRecipe(quant_type, mode == "dq", int(block[1:]), TORCH_NAME[dtype])
+
+
+@pytest.mark.parametrize("case", [case for case in recorded_cases() if ".nf4." in case])
+def test_nf4_is_bit_equal_to_cuda(case):
+    """Single and double quantization, block sizes 64 and 128, from bfloat16, float16 and float32: every element."""
+    weight = RECORDED[f"{case.split('.')[0]}.weight"]
+    assert torch.equal(our_round_trip(weight, recipe_of_case(case)), RECORDED[f"{case}.dequant"])
+
+
+def test_fp4_differs_from_cuda_only_by_its_reciprocal():
+    """CUDA scales by an approximate reciprocal, one unit in the last place off for four of the recorded block maxima.
+
+    FP4's thresholds are ratios that bfloat16 weights hit exactly, so that this one unit decides the code there. Oracle: the
+    recorded codes; every element that differs is one level off and sits within two float32 units of a threshold.
+    """
+    case = "bf16.fp4.b64.dq"
+    weight = RECORDED["bf16.weight"]
+    found, expected = our_round_trip(weight, recipe_of_case(case)), RECORDED[f"{case}.dequant"]
+    differ = (found != expected).reshape(-1)
+    assert differ.float().mean() < 3e-4
+    absmax = weight.float().reshape(-1, 64).abs().amax(1).double()
+    ratio = (weight.double().reshape(-1, 64) / absmax[:, None]).reshape(-1).abs()[differ]
+    thresholds = torch.tensor([1 / 384, 11 / 128, 5 / 24, 7 / 24, 5 / 12, 7 / 12, 5 / 6], dtype=torch.float64)
+    assert ((ratio[:, None] - thresholds).abs() / thresholds).amin(1).max() < 2.0**-21
+
+
+@pytest.mark.parametrize("case", [case for case in recorded_cases() if case.endswith(".dq")])
+def test_second_quantization_is_cudas(case):
+    """The 8-bit codes and absmax of the absmax, given CUDA's mean; and that mean is ours to within one unit in the last place."""
+    recipe = recipe_of_case(case)
+    values = RECORDED[f"{case.split('.')[0]}.weight"].float().reshape(-1, recipe.block_size)
+    absmax = values.abs().amax(1).numpy()
+    offset = RECORDED[f"{case}.offset"].numpy()[0]
+    nested = np.empty(-(-absmax.size // 256), np.float32)
+    codes = kernels.quantize_dynamic_8bit(absmax - offset, 256, dynamic_map(), nested)
+    assert np.array_equal(codes, RECORDED[f"{case}.absmax"].numpy())
+    assert np.array_equal(nested, RECORDED[f"{case}.nested_absmax"].numpy())
+    assert np.array_equal(dynamic_map(), RECORDED[f"{case}.nested_code"].numpy())
+    ours = np.float32(absmax.mean(dtype=np.float64))
+    assert abs(ours - offset) <= 2 * np.spacing(offset)
+    expected = dynamic_map()[codes] * np.repeat(nested, 256)[: codes.size] + offset
+    assert np.array_equal(dequantize_absmax(codes, nested, offset), expected)
+
+
+@pytest.mark.parametrize("quant_type", ["nf4", "fp4"])
+@pytest.mark.parametrize("block_size", [32, 64, 128, 256, 1024])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+def test_single_quantization_against_the_library_here(quant_type, block_size, dtype):
+    """Oracle: bitsandbytes on this machine. NF4 bit-equal; FP4 but for elements that sit on a threshold (see above)."""
+    torch.manual_seed(block_size)
+    weight = (torch.randn(128, 1024) * torch.rand(128, 1)).to(dtype)
+    packed, state = quantize_4bit(weight, quant_type=quant_type, blocksize=block_size)
+    expected = dequantize_4bit(packed, state)
+    found = our_round_trip(weight, QuantRecipe(quant_type, False, block_size, str(dtype).removeprefix("torch.")))
+    differ = (found != expected).float().mean().item()
+    assert differ <= (0 if quant_type == "nf4" else 0.01)
+
+
+def test_a_partial_last_block():
+    """Oracle: the 16 levels and the definition of a block, written out in float64."""
+    weight = torch.linspace(-3, 2, 3 * 50).reshape(3, 50)
+    found = our_round_trip(weight, QuantRecipe("nf4", False, 64, "float32")).reshape(-1)
+    levels = torch.from_numpy(code_table("nf4").astype(np.float64))
+    flat = weight.reshape(-1).double()
+    for start in (0, 64, 128):
+        block = flat[start : start + 64]
+        scaled = block / block.abs().max()
+        nearest = levels[(scaled[:, None] - levels).abs().argmin(1)] * block.abs().max()
+        assert torch.allclose(found[start : start + 64].double(), nearest, rtol=1e-6, atol=0)
+
+
+def test_a_second_round_trip_moves_weights():
+    """Why a base that is already quantized is never quantized again: about one in a hundred under double quantization."""
+    torch.manual_seed(0)
+    weight = (torch.randn(512, 512) * 0.02).to(torch.bfloat16)
+    recipe = QuantRecipe()
+    once = our_round_trip(weight, recipe)
+    assert 0 < (our_round_trip(once, recipe) != once).float().mean() < 0.05
+
+
+@pytest.mark.parametrize(
+    ("settings", "named"),
+    [
+        ({"quant_type": "int4"}, "quant_type"),
+        ({"double_quant": "yes"}, "double_quant"),
+        ({"block_size": 100}, "block_size"),
+        ({"quant_dtype": "float64"}, "quant_dtype"),
+        ({"skip_modules": (1,)}, "skip_modules"),
+    ],
+)
+def test_recipes_outside_their_range_are_refused(settings, named):
+    with pytest.raises(MergeError, match=named):
+        QuantRecipe(**settings)
+
+
+def test_recipe_json_round_trip():
+    recipe = QuantRecipe("fp4", False, 128, "float16", ("lm_head",), None, {"quant_type": "somewhere"})
+    assert QuantRecipe.from_json(recipe.to_json()) == recipe
+    assert recipe.assumed, "settings without an origin are assumed"
+    with pytest.raises(MergeError, match="zeropoint"):
+        QuantRecipe.from_json({"zeropoint": 1})
