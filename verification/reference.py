@@ -289,8 +289,8 @@ def _base_facts(model: nn.Module) -> dict[str, Any]:
 def _dtypes(model: nn.Module, embedding: str) -> dict[str, str | None]:
     """What the model calculates in: its embedding, the adapter's weights, and the 4-bit layers' compute dtype."""
     adapter = next((parameter.dtype for name, parameter in model.named_parameters() if "lora_" in name), None)
-    layers = (module for module in model.modules() if type(module).__name__ == "Linear4bit")
-    compute = next((getattr(layer, "compute_dtype", None) for layer in layers), None)
+    quantized = (module for module in model.modules() if type(module).__module__.startswith("bitsandbytes"))
+    compute = next((layer.compute_dtype for layer in quantized if hasattr(layer, "compute_dtype")), None)
     return {
         "embedding": embedding,
         "adapter": None if adapter is None else str(adapter).removeprefix("torch."),

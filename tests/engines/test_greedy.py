@@ -10,7 +10,7 @@ from lora_merge.engines.errors import EngineError
 from lora_merge.engines.greedy import TokenCounts
 from lora_merge.engines.protocol import GenerationLimits
 from lora_merge.engines.transformers_engine import TransformersEngine
-from tests.engines.conftest import make_model
+from tests.engines.builders import make_model
 
 LENGTH = 20
 

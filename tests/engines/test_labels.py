@@ -11,7 +11,7 @@ from transformers import PreTrainedTokenizerFast
 from lora_merge.engines.errors import EngineError
 from lora_merge.engines.labels import DecisionLabels, Label, resolve_labels
 from lora_merge.engines.prompts import DEFAULT_PREFILL, rows_from_mappings, tokenize
-from tests.engines.conftest import make_tokenizer
+from tests.engines.builders import make_tokenizer
 
 
 def make_prompts(tokenizer, prefill=DEFAULT_PREFILL):

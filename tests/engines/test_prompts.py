@@ -20,7 +20,7 @@ from lora_merge.engines.prompts import (
     tokenize_rows,
     wants_bos,
 )
-from tests.engines.conftest import make_tokenizer
+from tests.engines.builders import make_tokenizer
 
 BOS = 2
 

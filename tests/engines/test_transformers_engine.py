@@ -12,7 +12,7 @@ from lora_merge.engines.errors import EngineError, NonFiniteScore
 from lora_merge.engines.labels import DecisionLabels, Label
 from lora_merge.engines.protocol import Engine
 from lora_merge.engines.transformers_engine import TransformersEngine
-from tests.engines.conftest import make_model
+from tests.engines.builders import make_model
 
 BNB = {"load_in_4bit": True, "bnb_4bit_quant_type": "nf4", "bnb_4bit_compute_dtype": "bfloat16"}
 

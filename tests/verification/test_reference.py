@@ -1,0 +1,264 @@
+"""Recording the QLoRA reference from a live model, and reading it strictly.
+
+Oracle of the numbers: a plain forward of one prompt at a time, log-softmax in float64.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from peft import LoraConfig, PeftModel, get_peft_model
+
+from lora_merge.engines.errors import EngineError, NonFiniteScore
+from lora_merge.engines.prompts import rows_from_mappings, token_ids_sha256, tokenize
+from tests.engines.builders import make_model, make_rows, make_tokenizer
+from verification.errors import VerificationError
+from verification.reference import read_reference, record_reference
+
+ROWS = make_rows(20)
+
+
+@pytest.fixture(autouse=True)
+def one_thread():
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.fixture(scope="module")
+def tokenizer():
+    return make_tokenizer()
+
+
+def make_live(kind: str = "llama") -> PeftModel:
+    torch.manual_seed(5)
+    config = LoraConfig(r=4, lora_alpha=32, target_modules=["q_proj", "down_proj"], lora_dropout=0.3, init_lora_weights=False)
+    return get_peft_model(make_model(kind), config).train()
+
+
+@pytest.fixture
+def live() -> PeftModel:
+    return make_live()
+
+
+@pytest.fixture
+def adapter(live, tmp_path) -> Path:
+    live.save_pretrained(tmp_path / "adapter")
+    return tmp_path / "adapter"
+
+
+@pytest.fixture
+def recorded(live, tokenizer, adapter, tmp_path) -> Path:
+    record_reference(live, tokenizer, ROWS, tmp_path / "reference.jsonl", adapter_dir=adapter)
+    return tmp_path / "reference.jsonl"
+
+
+def test_the_file_says_what_a_plain_forward_says(live, tokenizer, recorded):
+    reference = read_reference(recorded)
+    prompts = tokenize(rows_from_mappings(ROWS), tokenizer)
+    live.eval()
+    for prompt, score in zip(prompts, reference.scores, strict=True):
+        with torch.no_grad():
+            logits = live(input_ids=torch.tensor([prompt.token_ids])).logits[0, -1].double()
+        log_p = torch.log_softmax(logits, dim=-1)
+        assert score.id == prompt.id
+        assert score.log_p_skip == pytest.approx(log_p[reference.labels.skip.token_id].item(), abs=1e-4)
+        assert score.log_p_write == pytest.approx(log_p[reference.labels.write.token_id].item(), abs=1e-4)
+        assert score.argmax == int(logits.argmax())
+        assert reference.token_ids_sha256[prompt.id] == token_ids_sha256(prompt)
+
+
+def test_the_header_says_what_was_recorded(recorded, adapter):
+    header = json.loads(recorded.read_text().splitlines()[0])
+    assert (header["format"], header["version"]) == ("lora-merge/reference", 1)
+    names = ("adapter_config.json", "adapter_model.safetensors")
+    digests = {name: hashlib.sha256((adapter / name).read_bytes()).hexdigest() for name in names}
+    assert header["adapter"]["files"] == digests
+    root = hashlib.sha256(b"".join(bytes.fromhex(digests[name]) for name in names)).hexdigest()
+    assert header["adapter"]["root"] == root
+    assert header["recipe"] is None  # no 4-bit layers in this model
+    assert header["dtypes"] == {"embedding": "float32", "adapter": "float32", "compute": None}
+    assert header["prompts"]["count"] == len(ROWS)
+    assert {"torch", "transformers", "peft"} <= set(header["environment"]["versions"])
+    assert header["noise_floor"] is None or header["noise_floor"]["mean_abs_delta"] < 1e-5
+
+
+def test_recording_leaves_the_model_in_training(live, tokenizer, recorded):
+    assert live.training and all(module.training for module in live.modules())
+    live(input_ids=torch.tensor([[2, 5, 6]]), labels=torch.tensor([[2, 5, 6]])).loss.backward()
+
+
+def test_recording_twice_gives_the_same_bytes(live, tokenizer, adapter, recorded, tmp_path):
+    record_reference(live, tokenizer, ROWS, tmp_path / "again.jsonl", adapter_dir=adapter)
+    assert (tmp_path / "again.jsonl").read_bytes() == recorded.read_bytes()
+
+
+def test_every_way_of_giving_prompts_records_the_same(live, tokenizer, tmp_path):
+    path = tmp_path / "prompts.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in ROWS))
+    made = tokenize(rows_from_mappings(ROWS), tokenizer)
+    files = []
+    for index, prompts in enumerate((path, str(path), ROWS, iter(ROWS), made)):
+        files.append(tmp_path / f"{index}.jsonl")
+        record_reference(live, tokenizer, prompts, files[-1], second_batch_size=None)
+    assert len({file.read_bytes() for file in files}) == 1
+    with pytest.raises(VerificationError, match="dict, int"):
+        record_reference(live, tokenizer, [ROWS[0], 5], tmp_path / "x.jsonl")
+    with pytest.raises(VerificationError, match="no prompts"):
+        record_reference(live, tokenizer, [], tmp_path / "x.jsonl")
+    with pytest.raises(VerificationError, match="occur twice"):
+        record_reference(live, tokenizer, made + made, tmp_path / "x.jsonl")
+
+
+def test_the_noise_floor_is_measured_between_two_shapes_or_not_claimed(live, tokenizer, tmp_path):
+    many = [{"id": str(index), "prompt": "soup"} for index in range(12)]
+    reference = record_reference(live, tokenizer, many, tmp_path / "a.jsonl", batch_size=12, second_batch_size=5)
+    assert reference.noise_floor is not None
+    assert reference.noise_floor.prompts == 12 and "of 12 and of 5" in reference.noise_floor.source
+    assert record_reference(live, tokenizer, many, tmp_path / "b.jsonl", second_batch_size=16).noise_floor is None
+    assert record_reference(live, tokenizer, many, tmp_path / "c.jsonl", second_batch_size=None).noise_floor is None
+
+
+def test_a_four_bit_model_records_its_recipe(tokenizer, tmp_path):
+    """Oracle: the BitsAndBytesConfig that the model was loaded with."""
+    from transformers import AutoModelForCausalLM, BitsAndBytesConfig
+
+    make_model("llama").save_pretrained(tmp_path / "base")
+    config = BitsAndBytesConfig(
+        load_in_4bit=True, bnb_4bit_quant_type="fp4", bnb_4bit_use_double_quant=True, bnb_4bit_compute_dtype=torch.bfloat16
+    )
+    base = AutoModelForCausalLM.from_pretrained(tmp_path / "base", quantization_config=config, dtype=torch.bfloat16)
+    model = get_peft_model(base, LoraConfig(r=4, target_modules=["q_proj"], init_lora_weights=False))
+    record_reference(model, tokenizer, ROWS[:4], tmp_path / "reference.jsonl", batch_size=2, second_batch_size=None)
+    reference = read_reference(tmp_path / "reference.jsonl")
+    assert reference.recipe is not None
+    assert (reference.recipe.quant_type, reference.recipe.double_quant, reference.recipe.block_size) == ("fp4", True, 64)
+    assert not reference.recipe.assumed
+    assert reference.dtypes == {"embedding": "bfloat16", "adapter": "float32", "compute": "bfloat16"}
+
+
+def test_an_adapter_that_is_not_the_live_one_is_refused(live, tokenizer, adapter, tmp_path):
+    out = tmp_path / "reference.jsonl"
+    with torch.no_grad():
+        parameter = next(parameter for name, parameter in live.named_parameters() if "lora_B" in name)
+        parameter[0, 0] += 1e-3
+    with pytest.raises(VerificationError, match=r"lora_B\.weight differs from the live adapter by up to 0\.001"):
+        record_reference(live, tokenizer, ROWS, out, adapter_dir=adapter)
+    with pytest.raises(VerificationError, match="carries no PEFT adapter"):
+        record_reference(make_model("llama"), tokenizer, ROWS, out, adapter_dir=adapter)
+    with pytest.raises(VerificationError, match="no such file"):
+        record_reference(live, tokenizer, ROWS, out, adapter_dir=tmp_path / "absent")
+    assert not out.exists()
+
+
+def test_an_adapter_with_other_tensors_is_refused(live, tokenizer, tmp_path):
+    for targets, problem in ((["q_proj"], "lacks"), (["q_proj", "down_proj", "up_proj"], "the live model has no tensor")):
+        other = get_peft_model(make_model("llama"), LoraConfig(r=4, target_modules=targets))
+        other.load_state_dict(live.state_dict(), strict=False)
+        other.save_pretrained(tmp_path / "other")
+        with pytest.raises(VerificationError, match=problem):
+            record_reference(live, tokenizer, ROWS, tmp_path / "reference.jsonl", adapter_dir=tmp_path / "other")
+
+
+def test_an_adapter_shipped_in_bfloat16_is_accepted_once_it_is_loaded_back(live, tokenizer, adapter, tmp_path):
+    from safetensors.torch import load_file, save_file
+
+    shutil.copytree(adapter, tmp_path / "shipped")
+    file = tmp_path / "shipped" / "adapter_model.safetensors"
+    save_file({name: tensor.bfloat16() for name, tensor in load_file(file).items()}, file)
+    with pytest.raises(VerificationError, match="differs from the live adapter"):
+        record_reference(live, tokenizer, ROWS, tmp_path / "a.jsonl", adapter_dir=tmp_path / "shipped")
+    loaded = PeftModel.from_pretrained(make_model("llama"), tmp_path / "shipped")
+    reference = record_reference(loaded, tokenizer, ROWS, tmp_path / "b.jsonl", adapter_dir=tmp_path / "shipped")
+    assert reference.dtypes["adapter"] == "float32"  # PEFT widens it
+
+
+def test_nothing_is_written_when_the_model_overflows(live, tokenizer, tmp_path):
+    with torch.no_grad():
+        live.get_base_model().model.norm.weight[0] = math.inf
+    with pytest.raises(NonFiniteScore):
+        record_reference(live, tokenizer, ROWS, tmp_path / "reference.jsonl")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_tokenizer_that_splits_a_label_is_refused(live, tmp_path):
+    with pytest.raises(EngineError, match="'write' is"):
+        record_reference(live, make_tokenizer(answers=("skip", "go")), ROWS, tmp_path / "reference.jsonl")
+
+
+def change(path: Path, line: int, **changes) -> None:
+    """Rewrite keys of one line; a value of None takes the key out."""
+    lines = path.read_text().splitlines()
+    value = json.loads(lines[line])
+    for name, item in changes.items():
+        if item is None:
+            value.pop(name)
+        else:
+            value[name] = item
+    lines[line] = json.dumps(value)
+    path.write_text("\n".join(lines) + "\n")
+
+
+@pytest.mark.parametrize(
+    ("line", "changes", "problem"),
+    [
+        (0, {"format": "other"}, "line 1: format 'other'"),
+        (0, {"version": 2}, "version 2"),
+        (0, {"labels": None}, "'labels' is missing"),
+        (0, {"surprise": 1}, "'surprise' is not known"),
+        (0, {"labels": {"skip": {"text": "skip", "token_id": 1}}}, "label 'write'"),
+        (0, {"prompts": {"count": 21, "token_ids_sha256": "x"}}, "holds 20 prompts.*says 21"),
+        (0, {"prompts": {"count": 20, "token_ids_sha256": "x"}}, "do not add up"),
+        (0, {"recipe": {"quant_type": "int4"}}, "quant_type is 'int4'"),
+        (0, {"adapter": {"files": {"a": "0" * 64}, "root": "0" * 64}}, "root is not that of its files"),
+        (0, {"noise_floor": {"source": "x", "prompts": 1, "mean_abs_delta": -1, "max_abs_delta": 0, "flips": 0}}, "noise_floor"),
+        (3, {"id": None}, "line 4: 'id' is missing"),
+        (3, {"id": "p0"}, "20 prompts with 19 different ids"),
+        (3, {"log_p_skip": "x"}, "line 4: expected log-probabilities"),
+        (3, {"log_p_skip": 0.5}, "line 4: expected log-probabilities"),
+        (3, {"skip_probability": 0.123}, "line 4: skip_probability is 0.123"),
+        (3, {"label_mass": 0.123}, "line 4: label_mass is 0.123"),
+        (3, {"argmax": 1.0}, "line 4"),
+        (3, {"token_ids_sha256": "abc"}, "line 4: expected an id and the SHA-256"),
+        (3, {"token_ids_sha256": "0" * 64}, "do not add up"),
+    ],
+)
+def test_a_malformed_file_is_refused_with_its_line(recorded, line, changes, problem):
+    change(recorded, line, **changes)
+    with pytest.raises(VerificationError, match=problem):
+        read_reference(recorded)
+
+
+def test_a_file_that_is_cut_short_is_refused(recorded, tmp_path):
+    whole = recorded.read_text()
+    recorded.write_text(whole[:-20])
+    with pytest.raises(VerificationError, match="cut short"):
+        read_reference(recorded)
+    recorded.write_text("".join(whole.splitlines(keepends=True)[:-1]))
+    with pytest.raises(VerificationError, match="holds 19 prompts"):
+        read_reference(recorded)
+    recorded.write_text(whole.replace(whole.splitlines()[5], "", 1))
+    with pytest.raises(VerificationError, match="line 6"):
+        read_reference(recorded)
+    recorded.write_text("")
+    with pytest.raises(VerificationError, match="empty"):
+        read_reference(recorded)
+    with pytest.raises(VerificationError, match="cannot be read"):
+        read_reference(tmp_path / "absent.jsonl")
+
+
+def test_a_nan_is_no_number_in_a_file(recorded):
+    text = recorded.read_text().splitlines()
+    row = json.loads(text[2])
+    row["log_p_skip"] = float("nan")
+    text[2] = json.dumps(row)
+    recorded.write_text("\n".join(text) + "\n")
+    with pytest.raises(VerificationError, match=r"line 3.*NaN"):
+        read_reference(recorded)
