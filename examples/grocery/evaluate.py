@@ -96,6 +96,8 @@ def written_texts(engine: TransformersEngine, prompts: Sequence[Prompt], labels:
     completions = engine.generate(opened, GenerationLimits(max_new_tokens=80))
     texts = [_text_of(PREFILL + labels.write.text + completion.text) for completion in completions]
     good = [text for text in texts if text is not None]
+    if not good:
+        return {"prompts": len(texts), "valid_json": 0}
     lengths = [len(ids) for ids in engine.tokenizer(good, add_special_tokens=False)["input_ids"]]  # type: ignore[misc]
     return {
         "prompts": len(texts),
