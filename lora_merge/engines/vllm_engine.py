@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import gc
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -37,7 +37,10 @@ _GREEDY: dict[str, Any] = {
 }
 _CHUNK = 2048
 """Prompts handed over at once: enough to keep the scheduler full, few enough for progress and memory."""
-_CPU_KVCACHE_GIB = "2"
+_ON_CPU = {
+    "VLLM_CPU_KVCACHE_SPACE": "2",  # GiB; the default is a share of the whole machine
+    "TORCHDYNAMO_DISABLE": "1",  # else the first log-probabilities wait a quarter of a minute for a C++ compiler
+}
 _DTYPES = ("auto", "bfloat16", "float32", "float16")
 
 
@@ -48,8 +51,8 @@ class VllmEngine:
     ``max_num_seqs`` are vLLM's own; None leaves vLLM's default. ``engine_args`` go to ``vllm.LLM`` as they are and win over
     everything set here. The checkpoint's generation config is not applied.
 
-    On a CPU build, eager execution is the default (compiling costs more than it brings there) and ``VLLM_CPU_KVCACHE_SPACE``
-    is set to 2 GiB when the environment does not say otherwise.
+    On a CPU build eager execution is the default, compilation is off, and 2 GiB are set aside for keys and values; the
+    environment variables of :data:`_ON_CPU` win where they are set. ``show_loading``: vLLM's own progress bar while it loads.
 
     Raises :class:`EngineError` when vLLM is missing, too old, or cannot load the checkpoint.
     """
@@ -68,6 +71,7 @@ class VllmEngine:
         enforce_eager: bool | None = None,
         seed: int = 0,
         trust_remote_code: bool = False,
+        show_loading: bool = False,
         **engine_args: Any,
     ) -> None:
         if dtype not in _DTYPES:
@@ -76,8 +80,7 @@ class VllmEngine:
         self._end_ids = end_ids(path, self.tokenizer)
         vllm = _import_vllm()
         on_cpu = vllm.platforms.current_platform.is_cpu()
-        if on_cpu:
-            os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", _CPU_KVCACHE_GIB)
+        eager = on_cpu if enforce_eager is None else enforce_eager
         arguments: dict[str, Any] = {
             "dtype": dtype,
             "seed": seed,
@@ -88,13 +91,14 @@ class VllmEngine:
             "tensor_parallel_size": tensor_parallel_size,
             "gpu_memory_utilization": gpu_memory_utilization,
             "max_num_seqs": max_num_seqs,
-            "enforce_eager": on_cpu if enforce_eager is None else enforce_eager,
+            "enforce_eager": eager,
             **engine_args,
         }
         self._arguments = {name: value for name, value in arguments.items() if value is not None}
         self._path = str(path)
         try:
-            self._llm: Any = vllm.LLM(model=str(path), **self._arguments)
+            with _environment(_ON_CPU if on_cpu and eager else {}):
+                self._llm: Any = vllm.LLM(model=str(path), use_tqdm_on_load=show_loading, **self._arguments)
         except (OSError, ValueError, RuntimeError, TypeError, ImportError) as error:
             raise EngineError(f"vLLM {vllm.__version__} cannot load {path}: {error}") from error
 
@@ -189,6 +193,18 @@ class VllmEngine:
                 results.append((prompt, output.outputs[0]))
             progress(len(chunk))
         return results
+
+
+@contextlib.contextmanager
+def _environment(defaults: Mapping[str, str]) -> Iterator[None]:
+    """Environment variables for the engine's process, which inherits them when it starts; those already set stay as they are."""
+    added = {name: value for name, value in defaults.items() if name not in os.environ}
+    os.environ.update(added)
+    try:
+        yield
+    finally:
+        for name in added:
+            os.environ.pop(name, None)
 
 
 def _import_vllm() -> Any:

@@ -1,0 +1,96 @@
+"""The vLLM engine, one real engine for the whole file. Oracle: the Transformers engine, float32 in both.
+
+The checkpoint asks for repetition_penalty 1.7 and its prompts outgrow the sliding window.
+"""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+
+from lora_merge.engines.errors import EngineError
+from lora_merge.engines.labels import DecisionLabels, Label
+from lora_merge.engines.prompts import Prompt
+from lora_merge.engines.protocol import Engine, GenerationLimits
+from lora_merge.engines.transformers_engine import TransformersEngine
+
+vllm_engine = pytest.importorskip("lora_merge.engines.vllm_engine")
+pytest.importorskip("vllm")
+
+
+@pytest.fixture(scope="module")
+def vllm(gemma_folder):
+    before = dict(os.environ)
+    os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
+    os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
+    os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
+    engine = vllm_engine.VllmEngine(gemma_folder, dtype="float32", max_model_len=128)
+    assert "TORCHDYNAMO_DISABLE" not in os.environ or "TORCHDYNAMO_DISABLE" in before
+    yield engine
+    engine.close()
+
+
+@pytest.fixture(scope="module")
+def transformers(gemma_folder):
+    return TransformersEngine.from_checkpoint(gemma_folder, device="cpu")
+
+
+def test_scores_are_those_of_transformers(vllm, transformers, prompts, labels):
+    steps = []
+    found = vllm.score(prompts, labels, progress=steps.append)
+    assert sum(steps) == len(prompts)
+    assert {score.decision for score in found} == {score.decision for score in transformers.score(prompts, labels)}
+    for prompt, ours, theirs in zip(prompts, found, transformers.score(prompts, labels), strict=True):
+        assert ours.id == prompt.id
+        assert ours.log_p_skip == pytest.approx(theirs.log_p_skip, abs=1e-3)
+        assert ours.log_p_write == pytest.approx(theirs.log_p_write, abs=1e-3)
+        assert ours.skip_probability == pytest.approx(theirs.skip_probability, abs=1e-3)
+        assert ours.argmax == theirs.argmax
+
+
+def test_a_label_of_any_rank_is_exact(vllm, transformers, prompts, labels):
+    """The likeliest token as one label and an unlikely one as the other: the ids are asked for, not the top ranks."""
+    best = transformers.score(prompts[:1], labels)[0].argmax
+    ranked = DecisionLabels(Label("best", best), labels.write if labels.write.token_id != best else labels.skip)
+    ours, theirs = vllm.score(prompts[:1], ranked)[0], transformers.score(prompts[:1], ranked)[0]
+    assert ours.decision == theirs.decision == "skip"
+    assert (ours.log_p_skip, ours.log_p_write) == pytest.approx((theirs.log_p_skip, theirs.log_p_write), abs=1e-3)
+
+
+def test_texts_are_those_of_transformers_and_the_generation_config_is_not_applied(vllm, transformers, prompts):
+    everything = transformers.generate(prompts, GenerationLimits(20))
+    assert vllm.generate(prompts, GenerationLimits(20)) == everything
+    stop = everything[0].token_ids[6]
+    limits = GenerationLimits(20, stop_token_ids=(stop,))
+    stopped = vllm.generate(prompts, limits)
+    assert stopped == transformers.generate(prompts, limits)
+    assert stopped[0].finish_reason == "stop" and stopped[0].token_ids[-1] == stop
+    assert "length" in {completion.finish_reason for completion in stopped}
+
+
+def test_a_prompt_without_room_is_refused_before_anything_runs(vllm, labels):
+    with pytest.raises(EngineError, match=r"prompt 'long' has 128 tokens.*room for 128"):
+        vllm.score([Prompt("long", (2,) + (5,) * 127)], labels)
+
+
+def test_it_says_what_it_is(vllm):
+    assert isinstance(vllm, Engine)
+    described = vllm.describe()
+    assert described["kind"] == "vllm" and described["dtype"] == "float32"
+    assert described["settings"]["max_model_len"] == 128
+    assert described["settings"]["end_ids"] == [1, 106]
+    assert described["settings"]["generation_config"] == "vllm"
+
+
+def test_no_prompts_are_no_work(vllm, labels):
+    assert vllm.score([], labels) == []
+    assert vllm.generate([], GenerationLimits(4)) == []
+
+
+def test_a_closed_engine_says_so(vllm, prompts, labels):
+    """Last in the file: the engine is gone afterwards."""
+    vllm.close()
+    vllm.close()
+    with pytest.raises(EngineError, match="closed"):
+        vllm.score(prompts, labels)
