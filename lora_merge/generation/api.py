@@ -1,0 +1,177 @@
+"""The public functions of the batch job; the command line is a thin shell over them."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from pathlib import Path
+
+from lora_merge.engines.labels import resolve_labels
+from lora_merge.engines.protocol import Engine, GenerationLimits
+from lora_merge.generation.chunk import Job
+from lora_merge.generation.errors import GenerationError
+from lora_merge.generation.files import scan
+from lora_merge.generation.gate import Gate, folder_bytes, open_gate
+from lora_merge.generation.intake import Intake, take_in
+from lora_merge.generation.options import GateOptions, GenerateOptions
+from lora_merge.generation.phases import Phases
+from lora_merge.generation.record import quarantine_path, read_record
+from lora_merge.generation.run import EngineOpener, GenerateResult, Run, Say, silent
+from lora_merge.generation.selection import Selection
+from lora_merge.generation.settle import Settled, settle
+from lora_merge.generation.sink import Sink
+from lora_merge.generation.spool import PromptSpool
+
+
+def open_checkpoint(model: Path, settled: Settled) -> Engine:
+    """Load the checkpoint in the engine that was settled."""
+    from lora_merge.engines.opening import open_engine
+
+    return open_engine(
+        settled.kind,
+        model,
+        dtype=settled.dtype,
+        device=settled.engine.device,
+        hf_options=settled.engine.hf_options(),
+        vllm_options=settled.engine.vllm_options(),
+    )
+
+
+def check_gate(model: str | os.PathLike[str], options: GateOptions | None = None, phases: Phases | None = None) -> Gate:
+    """Whether the checkpoint in ``model`` may be used: what stands before a run, and before a server.
+
+    Raises:
+        VerificationError, GenerationError: it may not; the message says why.
+    """
+    phases = phases or Phases()
+    folder = Path(model)
+    phases.check.expect(folder_bytes(folder) if folder.is_dir() else 0)
+    with phases.check.running():
+        return open_gate(folder, options or GateOptions(), phases.check.advance)
+
+
+def generate_gated(
+    model: str | os.PathLike[str],
+    prompts: str | os.PathLike[str],
+    out: str | os.PathLike[str],
+    options: GenerateOptions,
+    *,
+    phases: Phases | None = None,
+    say: Say = silent,
+    open_engine: EngineOpener = open_checkpoint,
+) -> GenerateResult:
+    """Decide every prompt, write a text for those the rule selects, and append one row a prompt to ``out``.
+
+    The certificate is checked first, then every prompt is tokenized and checked, and only then is the model loaded. Rows come
+    in the order of the prompts (docs/generation-format.md). Beside ``out`` lie the record of the run and the rows set aside.
+
+    Args:
+        model: the merged checkpoint's folder.
+        prompts: JSON Lines; see :mod:`lora_merge.engines.prompt_file`.
+        out: the results file to create, or with ``options.resume`` to go on with.
+        phases: to watch the run.
+        say: told of what a person should know, one sentence at a time.
+        open_engine: how the checkpoint is loaded.
+
+    Raises:
+        UserError: the run must not start or cannot go on; what was saved before stays whole, and ``resume`` goes on with it.
+    """
+    phases = phases or Phases()
+    with contextlib.ExitStack() as stack:
+        target = Path(out)
+        sink = stack.enter_context(contextlib.closing(Sink.open(target, resume=options.resume)))
+        earlier = read_record(target) if sink.holds_rows else None
+        gate = check_gate(model, options.gate, phases)
+        say(standing(gate))
+        settled = settle(options, gate, earlier)
+        spool = stack.enter_context(PromptSpool(target.parent))
+        intake, job = _prepare(gate, Path(prompts), target, options, settled, spool, phases, say)
+        return Run(gate, target, options, settled, intake, job, sink, phases, say).finish(earlier, open_engine)
+
+
+def standing(gate: Gate) -> str:
+    """How far the run is vouched for, in one line."""
+    certificate = gate.certificate
+    if certificate is None:
+        return 'warning: NOT GATED: no certificate vouches for this checkpoint; every row is marked "gated": false'
+    found = f"certificate {certificate.path}: {certificate.outcome}, mean |delta| at most {certificate.limits.max_delta:g}"
+    found += f", accepted warnings: {', '.join(certificate.warnings)}" if certificate.warnings else ""
+    if certificate.signed:
+        return f"{found}, signed by the trusted key"
+    return f"{found}; without --trusted-key it guards against mistakes, not against forgery"
+
+
+def _prepare(
+    gate: Gate,
+    prompts: Path,
+    out: Path,
+    options: GenerateOptions,
+    settled: Settled,
+    spool: PromptSpool,
+    phases: Phases,
+    say: Say,
+) -> tuple[Intake, Job]:
+    """Tokenize and check every prompt and both labels."""
+    from lora_merge.engines.model_files import load_tokenizer
+
+    tokenizer = load_tokenizer(gate.model)
+    with phases.tokenize.running():
+        scanned = scan(prompts)
+        phases.tokenize.expect(scanned.lines)
+        intake = take_in(
+            scanned,
+            tokenizer,
+            spool=spool,
+            quarantine=quarantine_path(out),
+            prefill=settled.prefill,
+            max_length=_room(gate.model, options),
+            chunk_size=settled.chunk_size,
+            shard=options.shard,
+            progress=phases.tokenize.advance,
+        )
+    _check_quarantine(intake, out, options, say)
+    labels = resolve_labels(tokenizer, intake.sample, prefill=settled.prefill, skip=settled.skip_label, write=settled.write_label)
+    if gate.certificate is not None:
+        gate.certificate.check_use(engine=gate.certificate.engine, labels=labels, prefill=settled.prefill)
+    job = Job(
+        labels=labels,
+        prefill=settled.prefill,
+        selection=Selection(options.skip_threshold, options.write_all),
+        limits=GenerationLimits(options.max_tokens),
+        text_key=options.text_key,
+        gated=gate.is_gated,
+    )
+    return intake, job
+
+
+def _room(model: Path, options: GenerateOptions) -> int | None:
+    """Most tokens of a prompt: the positions less the decision token and the text."""
+    from lora_merge.engines.model_files import max_positions
+
+    limits = [limit for limit in (max_positions(model), options.engine.max_model_len) if limit is not None]
+    if not limits:
+        return None
+    room = min(limits) - 1 - options.max_tokens
+    if room < 1:
+        raise GenerationError(
+            f"the model has {min(limits)} positions, and {options.max_tokens} tokens are to be written after the decision: "
+            "no room is left for a prompt; lower --max-tokens or raise --max-model-len"
+        )
+    return room
+
+
+def _check_quarantine(intake: Intake, out: Path, options: GenerateOptions, say: Say) -> None:
+    facts = intake.facts
+    if facts.quarantined == 0:
+        return
+    most = "; ".join(f"{count} x {reason}" for reason, count in intake.reasons[:3])
+    where = f", see {quarantine_path(out)}" if intake.quarantined else ""
+    found = f"{facts.quarantined} of {facts.rows} rows of {facts.path} cannot be used ({most}){where}"
+    share = facts.quarantined / facts.rows
+    if share > options.max_quarantine:
+        raise GenerationError(
+            f"{found}; that is {share:.1%}, above --max-quarantine {options.max_quarantine:.1%}: nothing was written"
+        )
+    if facts.accepted == 0:
+        raise GenerationError(f"{found}; no prompt is left to decide")
+    say(f"warning: {found}; they are set aside")

@@ -1,0 +1,145 @@
+"""Stands before the run: nothing loads until the certificate allows this very checkpoint, and nothing is written if it
+changed since.
+
+Without a certificate a run is possible when it is asked for; it is then not gated, and every row says so.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from lora_merge.console import Progress, no_progress
+from lora_merge.engines.labels import DecisionLabels
+from lora_merge.engines.opening import EngineKind
+from lora_merge.generation.errors import GenerationError
+from lora_merge.generation.options import GateOptions
+from verification.errors import VerificationError
+from verification.gate import CheckedCertificate, Policy, certificate_path, check_certificate, folder_files
+
+_KINDS: dict[str, EngineKind] = {"transformers": "hf", "vllm": "vllm"}
+
+
+@dataclass(frozen=True)
+class Gate:
+    """An open gate.
+
+    Attributes:
+        model: the checkpoint's folder.
+        root: its root digest.
+        certificate: what allowed the run; None when it is not gated.
+        stamps: size, modification time and inode of each file when its digest was taken.
+    """
+
+    model: Path
+    root: str
+    certificate: CheckedCertificate | None
+    stamps: Mapping[str, tuple[int, int, int]]
+
+    @property
+    def is_gated(self) -> bool:
+        """Whether a certificate allowed the run."""
+        return self.certificate is not None
+
+    @property
+    def engine(self) -> EngineKind | None:
+        """The certified engine as an option of this program names it."""
+        return None if self.certificate is None else _engine_kind(self.certificate)
+
+    @property
+    def dtype(self) -> str | None:
+        """The certified dtype."""
+        return None if self.certificate is None else str(self.certificate.engine.get("dtype"))
+
+    def check_use(self, engine: Mapping[str, Any], labels: DecisionLabels, prefill: str) -> tuple[str, ...]:
+        """Refuse to read the decision in another way than was certified; returns lesser differences.
+
+        ``engine``: the ``describe()`` of the engine that is to run.
+        """
+        if self.certificate is None:
+            return ()
+        return self.certificate.check_use(engine=engine, labels=labels, prefill=prefill)
+
+    def check_unchanged(self) -> None:
+        """Make sure that no file changed between the moment it was hashed and the moment the engine had read it."""
+        now = file_stamps(self.model)
+        moved = sorted(name for name in {*self.stamps, *now} if self.stamps.get(name) != now.get(name))
+        if moved:
+            raise GenerationError(
+                f"{self.model / moved[0]}: changed while the run was starting; start again when nobody writes there"
+            )
+
+    def to_json(self) -> dict[str, Any]:
+        """What a run record says of the gate."""
+        if self.certificate is None:
+            return {"gated": False}
+        return {
+            "gated": True,
+            "certificate": str(self.certificate.path),
+            "certificate_sha256": hashlib.sha256(self.certificate.path.read_bytes()).hexdigest(),
+            "signed": self.certificate.signed,
+            "outcome": self.certificate.outcome.value,
+            "warnings": list(self.certificate.warnings),
+            "limits": self.certificate.limits.to_json(),
+        }
+
+
+def open_gate(model: Path, options: GateOptions, progress: Progress = no_progress) -> Gate:
+    """Check the certificate of the checkpoint in ``model``. ``progress`` is told of bytes hashed.
+
+    Raises:
+        VerificationError: the certificate is missing, did not pass, is of another checkpoint, or a byte of the files changed.
+        GenerationError: as much of a reason, and ``--allow-ungated`` was not given.
+    """
+    if not model.is_dir():
+        raise GenerationError(f"model {model}: no such folder; expected a merged checkpoint, as lora-merge --out makes it")
+    stamps = file_stamps(model)
+    if options.allow_ungated:
+        return Gate(model, _root(folder_files(model, progress)), None, stamps)
+    path = Path(options.certificate) if options.certificate is not None else certificate_path(model)
+    if not path.is_file():
+        raise GenerationError(
+            f"{model} has no certificate at {path}; run: verify-skip-drift --merged {model} --prompts PROMPTS "
+            "(or --allow-ungated to write texts that nobody vouches for)"
+        )
+    policy = Policy(
+        max_delta=options.max_delta,
+        trusted_key=options.trusted_key,
+        accept_assumed_recipe=options.accept_assumed_recipe,
+        accept_warnings=options.accept_warnings,
+    )
+    checked = check_certificate(model, path, policy, progress)
+    _engine_kind(checked)
+    return Gate(model, checked.root, checked, stamps)
+
+
+def file_stamps(folder: Path) -> dict[str, tuple[int, int, int]]:
+    """Size, modification time (ns) and inode of every file below ``folder``."""
+    stamps = {}
+    for path in sorted(folder.rglob("*")):
+        if path.is_file():
+            found = path.stat()
+            stamps[path.relative_to(folder).as_posix()] = (found.st_size, found.st_mtime_ns, found.st_ino)
+    return stamps
+
+
+def folder_bytes(folder: Path) -> int:
+    """The size of all files below ``folder``: what checking a certificate reads."""
+    return sum(size for size, _, _ in file_stamps(folder).values())
+
+
+def _engine_kind(certificate: CheckedCertificate) -> EngineKind:
+    kind = certificate.engine.get("kind")
+    if kind not in _KINDS:
+        raise VerificationError(
+            f"certificate {certificate.path}: was measured in engine {kind!r}; this version runs {', '.join(sorted(_KINDS))}"
+        )
+    return _KINDS[str(kind)]
+
+
+def _root(files: Mapping[str, str]) -> str:
+    """The root digest as a certificate has it: SHA-256 over the raw file digests in the order of their names."""
+    return hashlib.sha256(b"".join(bytes.fromhex(files[name]) for name in sorted(files))).hexdigest()

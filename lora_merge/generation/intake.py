@@ -1,0 +1,176 @@
+"""Reads, tokenizes and checks every prompt before a model loads, and sets aside what cannot be scored.
+
+What passes is spooled to disk; what does not goes to the quarantine file with its line and the reason. Every line of the prompt
+file ends up in exactly one of the two, and for a sharded run in exactly one shard.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections import Counter
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from lora_merge.console import Progress, no_progress
+from lora_merge.engines.labels import DEFAULT_SAMPLE
+from lora_merge.engines.prompts import BadRow, Prompt, iter_prompt_rows, tokenize_rows
+from lora_merge.generation.errors import GenerationError
+from lora_merge.generation.files import ScannedFile, replaced_file
+from lora_merge.generation.shards import Shard
+from lora_merge.generation.spool import PromptSpool, spool_line
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+
+@dataclass(frozen=True)
+class PromptsFacts:
+    """What is known of a prompt file once it has been taken in: the same for every shard of it.
+
+    Attributes:
+        path: as it was given.
+        sha256: of its bytes.
+        tokens_sha256: of the accepted prompts (id, token ids, fields) and the quarantined lines, in order; it moves when another
+            tokenizer, prefill or library version makes other ids of the same bytes.
+        rows: lines of the file.
+        accepted: prompts that passed, over all shards.
+        quarantined: lines that did not, over all shards.
+    """
+
+    path: str
+    sha256: str
+    tokens_sha256: str
+    rows: int
+    accepted: int
+    quarantined: int
+
+    def to_json(self) -> dict[str, Any]:
+        """Every attribute by name."""
+        return dict(vars(self))
+
+
+@dataclass(frozen=True)
+class Intake:
+    """One finished intake.
+
+    Attributes:
+        facts: of the whole file.
+        spool: the accepted prompts of this shard.
+        quarantined: lines set aside that are counted to this shard; their file holds exactly these.
+        reasons: how often each kind of reason occurs, over the whole file, the most frequent first.
+        sample: accepted prompts evenly spread over the whole file, to check labels after.
+    """
+
+    facts: PromptsFacts
+    spool: PromptSpool
+    quarantined: int
+    reasons: tuple[tuple[str, int], ...]
+    sample: tuple[Prompt, ...]
+
+
+def take_in(
+    prompts: ScannedFile,
+    tokenizer: PreTrainedTokenizerBase,
+    *,
+    spool: PromptSpool,
+    quarantine: Path,
+    prefill: str,
+    max_length: int | None,
+    chunk_size: int,
+    shard: Shard,
+    progress: Progress = no_progress,
+) -> Intake:
+    """Take in the prompt file that :func:`scan` has looked at.
+
+    ``max_length``: most tokens of a prompt. ``quarantine``: appears complete, with one line a bad row, or is removed when this
+    shard has none. ``progress`` is told of lines.
+
+    Raises:
+        GenerationError: the file holds no rows at all, or the quarantine cannot be written.
+        EngineError: the file cannot be read.
+    """
+    tally = _Tally()
+    with replaced_file(quarantine) as aside:
+        for found in tokenize_rows(iter_prompt_rows(prompts.path), tokenizer, prefill=prefill, max_length=max_length):
+            item, line = _encoded(found)
+            mine = shard.takes(tally.accepted // chunk_size)
+            tally.add(item, line)
+            if isinstance(item, Prompt):
+                if mine:
+                    spool.append(line)
+            elif mine:
+                aside.write(line)
+                tally.quarantined_here += 1
+            progress(1)
+        if tally.rows != prompts.lines:
+            raise GenerationError(
+                f"prompt file {prompts.path} had {prompts.lines} lines and then {tally.rows}; let nobody write to it"
+            )
+        if tally.rows == 0:
+            raise GenerationError(f"prompt file {prompts.path} holds no rows; expected one JSON object a line")
+    if tally.quarantined_here == 0:
+        quarantine.unlink(missing_ok=True)
+    accepted, rows = tally.accepted, tally.rows
+    facts = PromptsFacts(str(prompts.path), prompts.sha256, tally.digest.hexdigest(), rows, accepted, rows - accepted)
+    reasons = tuple(tally.reasons.most_common())
+    return Intake(facts, spool, tally.quarantined_here, reasons, tuple(tally.sample.prompts))
+
+
+def _encoded(item: Prompt | BadRow) -> tuple[Prompt | BadRow, bytes]:
+    """``item`` with its line for spool or quarantine; a prompt whose fields cannot be written back turns into a bad row."""
+    if isinstance(item, Prompt):
+        try:
+            return item, spool_line(item)
+        except ValueError as error:
+            item = BadRow(item.line, f"a field cannot be passed through as JSON: {error}", item.id, item.text or "")
+    return item, json.dumps(vars(item), ensure_ascii=False).encode("utf-8") + b"\n"
+
+
+class EvenSample:
+    """At least ``size`` and at most twice as many of the prompts seen, evenly spread, without knowing how many will come."""
+
+    def __init__(self, size: int = DEFAULT_SAMPLE) -> None:
+        self._size = size
+        self._stride = 1
+        self._seen = 0
+        self.prompts: list[Prompt] = []
+
+    def add(self, prompt: Prompt) -> None:
+        """See one more prompt."""
+        if self._seen % self._stride == 0:
+            self.prompts.append(prompt)
+            if len(self.prompts) >= 2 * self._size:
+                self.prompts = self.prompts[::2]
+                self._stride *= 2
+        self._seen += 1
+
+
+@dataclass
+class _Tally:
+    rows: int = 0
+    accepted: int = 0
+    quarantined_here: int = 0
+    reasons: Counter[str] = field(default_factory=Counter)
+    sample: EvenSample = field(default_factory=EvenSample)
+    digest: Any = field(default_factory=hashlib.sha256)
+
+    def add(self, item: Prompt | BadRow, line: bytes) -> None:
+        self.rows += 1
+        self.digest.update(line)
+        if isinstance(item, Prompt):
+            self.accepted += 1
+            self.sample.add(item)
+        else:
+            self.reasons[_kind(item.reason)] += 1
+
+
+def _kind(reason: str) -> str:
+    """The part of a reason that rows of one trouble share: names, numbers and whatever follows them vary."""
+    words: list[str] = []
+    for word in reason.replace(":", " ").replace(";", " ").split():
+        if any(character.isdigit() or character in "'\"[{" for character in word):
+            break
+        words.append(word)
+    return " ".join(words) or reason

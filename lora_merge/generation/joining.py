@@ -1,0 +1,150 @@
+"""Joins the results of all shards into the file that one run would have written."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import IO, Any
+
+from lora_merge.generation.errors import GenerationError
+from lora_merge.generation.files import replaced_file, scan
+from lora_merge.generation.record import RunRecord, quarantine_path, read_record, record_path, write_record
+from lora_merge.generation.rows import Tally
+from lora_merge.generation.run import GenerateResult
+from lora_merge.generation.shards import Shard, chunk_count
+
+
+def join_results(parts: Sequence[str | os.PathLike[str]], out: str | os.PathLike[str]) -> GenerateResult:
+    """Join the results files ``parts``, one a shard and in any order, into ``out``, which appears complete or not at all.
+
+    Every shard must be there once and have come to its end, and all must be of one run: same checkpoint, prompts, settings and
+    engine. Every row is read; their number and their ids must be those of the prompts.
+
+    Raises:
+        GenerationError: a shard is missing, there twice, unfinished, changed since, or of another run.
+    """
+    target = Path(out)
+    for taken in (target, record_path(target), quarantine_path(target)):
+        if taken.exists():
+            raise GenerationError(f"{taken}: exists already; give another --out")
+    shards = _ordered([Path(part) for part in parts])
+    for path, record in shards:
+        _check_whole(path, record)
+    tally, quarantined = Tally(), 0
+    with replaced_file(target) as file, contextlib.ExitStack() as stack:
+        readers = [stack.enter_context(open(path, "rb")) for path, _ in shards]
+        for line in _merged(readers, shards[0][1]):
+            tally.add(json.loads(line))
+            file.write(line)
+    aside = quarantine_path(target)
+    with replaced_file(aside) as file:
+        for line in _quarantined([path for path, record in shards if record.result and record.result["quarantined"]]):
+            file.write(line)
+            quarantined += 1
+    if quarantined == 0:
+        aside.unlink()
+    record = _joined_record(shards, target, tally, quarantined)
+    write_record(record, target)
+    return GenerateResult(target, record, aside if quarantined else None)
+
+
+def _ordered(paths: Sequence[Path]) -> list[tuple[Path, RunRecord]]:
+    """The shards by index, once they are known to be all of one run."""
+    found: dict[int, tuple[Path, RunRecord]] = {}
+    for path in paths:
+        record = read_record(path)
+        if record.shard.index in found:
+            raise GenerationError(
+                f"{path}: is shard {record.shard}, and so is {found[record.shard.index][0]}; give each shard once"
+            )
+        found[record.shard.index] = (path, record)
+    if not found:
+        raise GenerationError("no results file was given; expected one a shard")
+    first_path, first = found[min(found)]
+    for path, record in found.values():
+        difference = next(_differing(first, record), None)
+        if difference is not None:
+            raise GenerationError(f"{path}: is of another run than {first_path}: its {difference} differs; nothing was joined")
+    missing = [str(Shard(index, first.shard.count)) for index in range(1, first.shard.count + 1) if index not in found]
+    if missing:
+        raise GenerationError(f"shard {', '.join(missing)} is missing; nothing was joined")
+    return [found[index] for index in sorted(found)]
+
+
+def _differing(first: RunRecord, other: RunRecord) -> Iterator[str]:
+    """Names of the parts in which two shards of one run must agree and do not."""
+    if first.shard.count != other.shard.count:
+        yield "number of shards"
+    for name in ("settings", "tool"):
+        if getattr(first, name) != getattr(other, name):
+            yield name
+    if first.model.get("root") != other.model.get("root"):
+        yield "model"
+    if {**first.prompts, "path": None} != {**other.prompts, "path": None}:
+        yield "prompts"
+    for name in ("kind", "versions", "dtype") if first.engine and other.engine else ():  # a shard without prompts loads none
+        if first.engine.get(name) != other.engine.get(name):
+            yield f"engine {name}"
+    if first.gate.get("gated") != other.gate.get("gated"):
+        yield "gate"
+
+
+def _check_whole(path: Path, record: RunRecord) -> None:
+    if record.result is None:
+        raise GenerationError(f"{path}: shard {record.shard} has not come to its end; finish it with --resume")
+    if scan(path).sha256 != record.result["sha256"]:
+        raise GenerationError(f"{path}: is not what shard {record.shard} wrote; the file was changed")
+    if record.result["quarantined"]:
+        aside = quarantine_path(path)
+        if scan(aside).lines != record.result["quarantined"]:
+            raise GenerationError(
+                f"{aside}: does not hold the {record.result['quarantined']} rows that shard {record.shard} set aside"
+            )
+
+
+def _merged(readers: Sequence[IO[bytes]], record: RunRecord) -> Iterator[bytes]:
+    """The lines of all shards in the order of the prompts; each exactly once."""
+    size, accepted = int(record.settings["chunk_size"]), int(record.prompts["accepted"])
+    seen: set[str] = set()
+    for chunk in range(chunk_count(accepted, size)):
+        reader = readers[chunk % len(readers)]
+        for _ in range(min(size, accepted - chunk * size)):
+            line = reader.readline()
+            if not line:
+                raise GenerationError(f"{reader.name}: ends before its last chunk; nothing was joined")
+            id = json.loads(line)["id"]
+            if id in seen:
+                raise GenerationError(f"{reader.name}: prompt {id!r} is there twice; nothing was joined")
+            seen.add(id)
+            yield line
+    for reader in readers:
+        if reader.readline():
+            raise GenerationError(f"{reader.name}: holds more rows than its share of the prompts; nothing was joined")
+
+
+def _quarantined(paths: Sequence[Path]) -> list[bytes]:
+    """The rows set aside by all shards, by their line in the prompt file."""
+    lines = [line for path in paths for line in quarantine_path(path).read_bytes().splitlines(keepends=True)]
+    return sorted(lines, key=lambda line: int(json.loads(line)["line"]))
+
+
+def _joined_record(shards: Sequence[tuple[Path, RunRecord]], out: Path, tally: Tally, quarantined: int) -> RunRecord:
+    first = shards[0][1]
+    if quarantined != first.prompts["quarantined"] or tally.rows + quarantined != first.prompts["rows"]:
+        raise GenerationError(
+            f"{out}: {tally.rows} rows and {quarantined} set aside are not the {first.prompts['rows']} of the prompt file"
+        )
+    result: dict[str, Any] = {
+        "input_rows": first.prompts["rows"],
+        "quarantined": quarantined,
+        "counts": tally.to_json(),
+        "sha256": scan(out).sha256,
+        "resumed_rows": 0,
+        "phases": {},
+        "joined": [{"file": str(path), **(record.result or {})} for path, record in shards],
+    }
+    return replace(first, shard=Shard(), result=result)
