@@ -71,11 +71,14 @@ def test_another_process_is_excluded_too_and_its_death_unlocks(path):
 def test_a_forked_worker_that_outlives_its_run_keeps_no_lock(path):
     sink = Sink.open(path, resume=False)
     sink.append([line("a")])
+    ready, say = os.pipe()
     child = os.fork()
     if child == 0:
+        os.write(say, b"x")
         time.sleep(60)
         os._exit(0)
     try:
+        os.read(ready, 1)
         sink.close()
         Sink.open(path, resume=True).close()
     finally:
@@ -107,13 +110,10 @@ def test_what_is_no_file_is_refused(tmp_path, place, problem):
         Sink.open(tmp_path / place, resume=False)
 
 
-def cuts():
-    """Every kind of place where a kill can leave the file."""
-    start, end = len(whole(2)), len(whole(3))
-    yield from (start, start + 1, start + len(line(IDS[2][0])) - 1, start + len(line(IDS[2][0])), end - 1, end)
+START, END, ROW = len(whole(2)), len(whole(3)), len(line(IDS[2][0]))
 
 
-@pytest.mark.parametrize("size", cuts())
+@pytest.mark.parametrize("size", [START, START + 1, START + ROW - 1, START + ROW, END - 1, END])
 def test_a_torn_chunk_is_cut_off_and_whole_ones_stay(path, size):
     path.write_bytes(whole(3)[:size])
     sink = Sink.open(path, resume=True)
