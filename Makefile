@@ -9,7 +9,7 @@ TORCH_INDEX ?= https://download.pytorch.org/whl/cpu
 PYTEST_ARGS ?=
 
 PY := $(VENV)/bin/python
-PIP := $(PY) -m pip --disable-pip-version-check
+PIP := PYTHONWARNINGS=ignore $(PY) -m pip --disable-pip-version-check
 CONSTRAINED := --quiet --constraint requirements/constraints.txt
 # The stamp carries a digest of everything that decides what is installed. When one of these files changes, the same
 # environment is brought up to date; it is never wiped. tests/test_project.py holds entry points and metadata together.
