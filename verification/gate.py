@@ -176,8 +176,8 @@ def _check_outcome(statement: Statement, policy: Policy, what: str) -> None:
 def _check_limit(limits: Limits, policy: Policy, what: str) -> None:
     if limits.max_delta > policy.max_delta:
         raise VerificationError(
-            f"{what}: was judged by a mean |delta| of up to {limits.max_delta:g}, this run allows {policy.max_delta:g} (--max-delta); "
-            "verify again with that limit"
+            f"{what}: was judged by a mean |delta| of up to {limits.max_delta:g}, this run allows {policy.max_delta:g} "
+            "(--max-delta); verify again with that limit"
         )
 
 

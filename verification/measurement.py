@@ -146,6 +146,15 @@ class Measurements:
         """The prompts that were scored in all of ``arms``."""
         return tuple(row for row in self.rows if all(arm in row.scores for arm in arms))
 
+    def different(self) -> NDArray[np.bool_]:
+        """(n,) False for a prompt whose token ids an earlier one already had."""
+        seen: set[str] = set()
+        firsts = []
+        for row in self.rows:
+            firsts.append(row.token_ids_sha256 not in seen)
+            seen.add(row.token_ids_sha256)
+        return np.array(firsts, dtype=np.bool_)
+
     def arrays(self, arm: str) -> ArmArrays:
         """The arrays of one arm, over the prompts that it scored."""
         return ArmArrays.of([row.scores[arm] for row in self.rows_with(arm)])

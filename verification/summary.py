@@ -51,14 +51,14 @@ class Comparison:
         return self.first.label_mass - self.second.label_mass
 
     @property
-    def argmax_flips(self) -> int:
-        """Prompts whose decision by arg-max changed; leaving or reaching ``other`` counts."""
-        return int((self.first.decision != self.second.decision).sum())
+    def argmax_flipped(self) -> NDArray[np.bool_]:
+        """(n,) whether the decision by arg-max changed; leaving or reaching ``other`` counts."""
+        return np.not_equal(self.first.decision, self.second.decision)
 
     @property
-    def threshold_flips(self) -> int:
-        """Prompts whose text would be kept on one side only."""
-        return int((self.first.kept(self.threshold) != self.second.kept(self.threshold)).sum())
+    def threshold_flipped(self) -> NDArray[np.bool_]:
+        """(n,) whether the text would be kept on one side only."""
+        return np.not_equal(self.first.kept(self.threshold), self.second.kept(self.threshold))
 
     def flips_each_way(self) -> dict[str, int]:
         """``{"skip->write": count, ...}`` of the decisions by arg-max that changed."""
@@ -91,9 +91,9 @@ class Comparison:
             "rms_delta": statistics.root_mean_square(self.delta),
             "bias": float(self.delta.mean()),
             "signed_percentiles": {f"{at:g}": value for at, value in statistics.percentiles(self.delta).items()},
-            "argmax_flips": self.argmax_flips,
+            "argmax_flips": int(self.argmax_flipped.sum()),
             "argmax_flips_each_way": self.flips_each_way(),
-            "threshold_flips": self.threshold_flips,
+            "threshold_flips": int(self.threshold_flipped.sum()),
             "threshold_flips_each_way": self.kept_each_way(),
             "mean_mass_loss": float(self.mass_loss.mean()),
         }

@@ -64,7 +64,7 @@ def judge(measurements: Measurements, limits: Limits) -> Verdict:
     checks = (
         *measurements.conditions.findings,
         *preconditions(measurements, limits),
-        *judgements(comparison, limits, measurements.conditions.noise_floors),
+        *judgements(comparison, limits, measurements.conditions.noise_floors, measurements.different()),
     )
     return Verdict(worst(checks), checks, limits, _numbers(measurements, comparison))
 

@@ -80,6 +80,38 @@ def test_fewer_than_300_prompts_pass_by_the_bound_without_assumptions() -> None:
     assert check(judge(ordinary(300, drift=0.004), Limits(0.02)), "mean-delta").bound < found.bound
 
 
+def test_repeated_prompts_are_no_more_evidence_than_one() -> None:
+    twenty = ordinary(20, drift=0.004)
+    rows = tuple(
+        dataclasses.replace(
+            row,
+            id=f"{row.id}-{copy}",
+            scores={arm: dataclasses.replace(s, id=f"{row.id}-{copy}") for arm, s in row.scores.items()},
+        )
+        for copy in range(20)
+        for row in twenty.rows
+    )
+    verdict = judge(dataclasses.replace(twenty, rows=rows), Limits(0.02, max_p99_delta=0.5, max_bias=0.5, max_flip_rate=0.1))
+    found = check(verdict, "mean-delta")
+    assert "400 prompts, 20 different): too few" in found.detail
+    assert found.bound == check(judge(twenty, Limits(0.02)), "mean-delta").bound
+    for name in ("mean-delta", "p99-delta", "bias", "flip-rate-argmax", "flip-rate-threshold"):
+        assert check(verdict, name).outcome is INCONCLUSIVE
+
+
+def test_a_prompt_that_is_repeated_because_the_batch_repeats_it_weighs_as_often() -> None:
+    """300 different prompts without drift, and one of them 300 times more, with much."""
+    reference = np.full(600, 0.3)
+    merged = reference + np.where(np.arange(600) >= 299, 0.1, 0.0)
+    source = measurements({"reference": scores(reference), "merged": scores(merged), "base": scores(1 - reference)})
+    rows = tuple(
+        dataclasses.replace(row, token_ids_sha256="ff" * 32) if index >= 299 else row for index, row in enumerate(source.rows)
+    )
+    verdict = judge(dataclasses.replace(source, rows=rows), Limits(0.02))
+    assert check(verdict, "mean-delta").outcome is FAILED
+    assert check(verdict, "mean-delta").value == pytest.approx(0.1 * 301 / 600)
+
+
 def test_losing_label_mass_fails_although_the_conditional_probability_stays() -> None:
     source = ordinary()
     reference = source.arrays("reference").skip_probability

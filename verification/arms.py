@@ -1,0 +1,254 @@
+"""Loads one model after the other and scores its arm; at no time are two in memory."""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import tempfile
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from lora_merge.console import Progress, no_progress
+from lora_merge.engines.labels import DecisionLabels
+from lora_merge.engines.opening import EngineKind, open_engine
+from lora_merge.engines.prompts import Prompt
+from lora_merge.engines.protocol import Engine
+from lora_merge.engines.scores import DecisionScore
+from verification.errors import Inconclusive
+from verification.measurement import NoiseFloor
+from verification.prepare import Prepared, sample_of
+from verification.reference import Reference, record_reference
+from verification.sources import Sources
+
+SAMPLE = 100
+"""Prompts of the control and of each noise floor: enough to tell, few enough for a CPU."""
+SMALL_BATCH = 8
+
+
+@dataclass(frozen=True)
+class EngineOptions:
+    """The engine of the merged checkpoint: the one and the settings that generation will use.
+
+    Attributes:
+        engine: ``auto`` (vLLM where it is installed, else Transformers), ``hf`` or ``vllm``.
+        dtype: ``auto`` for the checkpoint's own.
+        device: for Transformers; vLLM runs on the device it was built for.
+        tensor_parallel_size, max_model_len, gpu_memory_utilization, max_num_seqs: vLLM's own.
+        trust_remote_code: whether Python code in a model folder may run.
+    """
+
+    engine: EngineKind = "auto"
+    dtype: str = "auto"
+    device: str = "auto"
+    tensor_parallel_size: int | None = None
+    max_model_len: int | None = None
+    gpu_memory_utilization: float | None = None
+    max_num_seqs: int | None = None
+    trust_remote_code: bool = False
+
+    def vllm_options(self) -> dict[str, Any]:
+        """Those that are vLLM's and were given."""
+        names = ("tensor_parallel_size", "max_model_len", "gpu_memory_utilization", "max_num_seqs")
+        given = {name: value for name in names if (value := getattr(self, name)) is not None}
+        return {**given, "trust_remote_code": True} if self.trust_remote_code else given
+
+    def hf_options(self) -> dict[str, Any]:
+        """Those of the Transformers engine."""
+        return {"trust_remote_code": True} if self.trust_remote_code else {}
+
+
+@dataclass(frozen=True)
+class Arm:
+    """What one loaded model said: its scores, what it was, and how far its arithmetic moved by itself."""
+
+    scores: tuple[DecisionScore, ...]
+    facts: Mapping[str, Any]
+    floors: tuple[NoiseFloor, ...] = field(default=())
+
+
+class Stages:
+    """Tells the user which model is at work; the default says nothing."""
+
+    @contextlib.contextmanager
+    def stage(self, what: str, prompts: int) -> Iterator[Progress]:
+        """Enter one stage that will score ``prompts`` prompts; gives what to tell of those that are done."""
+        yield no_progress
+
+
+def merged_arm(merged: Path, prepared: Prepared, options: EngineOptions, stages: Stages) -> Arm:
+    """The merged checkpoint in the generation engine, and again in small batches on a sample."""
+    labels = prepared.labels
+    sample = sample_of(prepared.prompts, SAMPLE)
+    with stages.stage("merged checkpoint", len(prepared.prompts) + len(sample)) as progress:
+        engine = open_engine(
+            options.engine,
+            merged,
+            dtype=options.dtype,
+            device=options.device,
+            hf_options=options.hf_options(),
+            vllm_options=options.vllm_options(),
+        )
+        with contextlib.closing(engine):
+            scores = engine.score(prepared.prompts, labels, progress=progress)
+            floor = _small_batches(engine, "the merged checkpoint", prepared.prompts, scores, labels, progress)
+            return Arm(tuple(scores), engine.describe(), (floor,))
+
+
+def live_reference(
+    prepared: Prepared, sources: Sources, options: EngineOptions, record_to: Path | None, stages: Stages
+) -> tuple[Arm, Arm]:
+    """The QLoRA reference, 4-bit base and unmerged adapter, and the bare base on a sample, from one load.
+
+    ``record_to``: also write the reference there, for other machines; then its noise floor is measured on all prompts.
+    """
+    from lora_merge.engines.loading import load_adapter, load_causal_model, resolve_device
+    from lora_merge.engines.model_files import load_tokenizer
+    from lora_merge.engines.transformers_engine import TransformersEngine
+
+    assert sources.base is not None and sources.adapter is not None
+    base, adapter = sources.base.path, sources.adapter.path
+    prompts, sample = prepared.prompts, sample_of(prepared.prompts, SAMPLE)
+    rounds = 2 if record_to is not None else 1
+    with stages.stage("QLoRA reference", rounds * len(prompts) + 2 * len(sample)) as progress:
+        model: Any = load_causal_model(
+            base,
+            dtype="bfloat16",
+            device=resolve_device(options.device),
+            trust_remote_code=options.trust_remote_code,
+            bnb_config=sources.bnb_config(),
+            quantized=True,
+        )
+        model = load_adapter(model, adapter)
+        engine = TransformersEngine.from_model(model)
+        facts = {**engine.describe(), "base": sources.base.source, "adapter": sources.adapter.source, "recorded": False}
+        floors: tuple[NoiseFloor, ...]
+        if record_to is not None:
+            tokenizer = load_tokenizer(base, trust_remote_code=options.trust_remote_code)
+            reference = _record(model, tokenizer, prepared, record_to, adapter, progress)
+            scores, floors = list(reference.scores), () if reference.noise_floor is None else (reference.noise_floor,)
+        else:
+            scores = engine.score(prompts, prepared.labels, progress=progress)
+            floors = (_small_batches(engine, "the reference", prompts, scores, prepared.labels, progress),)
+        with model.disable_adapter():
+            control = engine.score(sample, prepared.labels, progress=progress)
+        del model
+        engine.close()
+        gc.collect()
+    bare = {**facts, "adapter": None}
+    return Arm(tuple(scores), facts, floors), Arm(tuple(control), bare)
+
+
+def recorded_reference(reference: Reference, prepared: Prepared) -> Arm:
+    """The arm that a recorded reference stands for, over the prompts of this run."""
+    scores = {score.id: score for score in reference.scores}
+    facts = {
+        "kind": "transformers",
+        "versions": reference.environment["versions"],
+        "dtype": reference.dtypes["compute"] or reference.dtypes["embedding"],
+        "device": reference.environment["device"],
+        "settings": {"attention": reference.environment["attention"], "batch_size": reference.environment["batch_size"]},
+        "base": reference.model["name"],
+        "adapter": None if reference.adapter is None else reference.adapter["root"],
+        "recorded": True,
+    }
+    floors = () if reference.noise_floor is None else (reference.noise_floor,)
+    return Arm(tuple(scores[prompt.id] for prompt in prepared.prompts), facts, floors)
+
+
+def control_arm(prepared: Prepared, sources: Sources, options: EngineOptions, stages: Stages) -> Arm:
+    """The bare base as the reference has it, without adapter, on a sample."""
+    from lora_merge.engines.transformers_engine import TransformersEngine
+
+    assert sources.base is not None
+    sample = sample_of(prepared.prompts, SAMPLE)
+    trust = options.trust_remote_code
+    with stages.stage("bare base", len(sample)) as progress:
+        if sources.recipe is None and not sources.prequantized:
+            engine = TransformersEngine.from_checkpoint(sources.base.path, device=options.device, trust_remote_code=trust)
+        else:
+            engine = TransformersEngine.from_quantized(
+                sources.base.path, None, sources.bnb_config(), device=options.device, trust_remote_code=trust
+            )
+        with contextlib.closing(engine):
+            scores = engine.score(sample, prepared.labels, progress=progress)
+            return Arm(tuple(scores), {**engine.describe(), "base": sources.base.source, "adapter": None})
+
+
+def float32_arms(
+    merged: Path, prepared: Prepared, sources: Sources, options: EngineOptions, scratch: Path, stages: Stages
+) -> tuple[Arm, Arm]:
+    """Both functions in float32 arithmetic: what was trained, dequantized base plus adapter, and the merged weights.
+
+    The first is merged anew in float32 below ``scratch``, four bytes a parameter, and removed again.
+    """
+    from lora_merge.merging.api import MergeOptions, merge
+
+    if sources.base is None or sources.adapter is None:
+        raise Inconclusive("--split needs base and adapter on this machine; give --base and --adapter")
+    recipe = sources.recipe
+    if recipe is None and not sources.prequantized:
+        merging = MergeOptions(dtype="float32", trust_remote_code=options.trust_remote_code)
+    else:
+        settings = {} if recipe is None or sources.prequantized else recipe.to_json()
+        given = {
+            name: _hashable(value) for name, value in settings.items() if name not in ("origins", "assumed") and value is not None
+        }
+        merging = MergeOptions(from_4bit=True, recipe=given, dtype="float32", trust_remote_code=options.trust_remote_code)
+    prompts = len(prepared.prompts)
+    with tempfile.TemporaryDirectory(prefix=".float32-", dir=scratch) as place:
+        truth = Path(place) / "reference"
+        merge(sources.base.path, sources.adapter.path, truth, merging)
+        with stages.stage("reference in float32", prompts) as progress:
+            first = _float32_arm(truth, prepared, options, progress)
+    with stages.stage("merged checkpoint in float32", prompts) as progress:
+        return first, _float32_arm(merged, prepared, options, progress)
+
+
+def _float32_arm(folder: Path, prepared: Prepared, options: EngineOptions, progress: Progress) -> Arm:
+    from lora_merge.engines.transformers_engine import TransformersEngine
+
+    engine = TransformersEngine.from_checkpoint(
+        folder, dtype="float32", device=options.device, trust_remote_code=options.trust_remote_code
+    )
+    with contextlib.closing(engine):
+        return Arm(tuple(engine.score(prepared.prompts, prepared.labels, progress=progress)), engine.describe())
+
+
+def _record(model: Any, tokenizer: Any, prepared: Prepared, path: Path, adapter: Path, progress: Progress) -> Reference:
+    labels = prepared.labels
+    return record_reference(
+        model,
+        tokenizer,
+        prepared.prompts,
+        path,
+        adapter_dir=adapter,
+        prefill=prepared.prefill,
+        skip_label=labels.skip.text,
+        write_label=labels.write.text,
+        second_batch_size=SMALL_BATCH,
+        progress=progress,
+    )
+
+
+def _small_batches(
+    engine: Engine,
+    what: str,
+    prompts: Sequence[Prompt],
+    scores: Sequence[DecisionScore],
+    labels: DecisionLabels,
+    progress: Progress,
+) -> NoiseFloor:
+    """The floor between ``scores``, made at the engine's ease, and scores of a sample made a few prompts at a time."""
+    sample = sample_of(prompts, SAMPLE)
+    first = {score.id: score for score in scores}
+    again: list[DecisionScore] = []
+    for start in range(0, len(sample), SMALL_BATCH):
+        again += engine.score(sample[start : start + SMALL_BATCH], labels, progress=progress)
+    source = f"{what} at {SMALL_BATCH} prompts a call against all at once"
+    return NoiseFloor.between(source, [first[prompt.id] for prompt in sample], again)
+
+
+def _hashable(value: Any) -> Any:
+    return tuple(value) if isinstance(value, list) else value

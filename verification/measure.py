@@ -1,0 +1,115 @@
+"""Runs the arms one after the other and puts what they said, and the conditions they said it under, into one measurement."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+from lora_merge.engines.errors import EngineError
+from lora_merge.merging.digests import root_digest
+from lora_merge.merging.errors import MergeError
+from verification.arms import (
+    Arm,
+    EngineOptions,
+    Stages,
+    control_arm,
+    float32_arms,
+    live_reference,
+    merged_arm,
+    recorded_reference,
+)
+from verification.errors import Inconclusive, VerificationError
+from verification.gate import folder_files
+from verification.measurement import Conditions, Measurements, NoiseFloor, pair
+from verification.prepare import DecisionOptions, Prepared, prepare
+from verification.reference import read_reference
+from verification.sources import SourceOptions, find_sources
+
+
+@dataclass(frozen=True)
+class MeasureOptions:
+    """What to measure, and with what.
+
+    Attributes:
+        reference: a recorded reference; None scores one live, through bitsandbytes.
+        record_reference: write the live reference there, to be used as ``reference`` later.
+        sources: base, adapter and recipe of the reference.
+        decision: how the decision is read, and how many prompts are.
+        engine: of the merged checkpoint.
+        control: whether the bare base is scored on a sample, to show that the adapter moves it.
+        split: also measure both functions in float32 arithmetic.
+    """
+
+    reference: str | os.PathLike[str] | None = None
+    record_reference: str | os.PathLike[str] | None = None
+    sources: SourceOptions = field(default_factory=SourceOptions)
+    decision: DecisionOptions = field(default_factory=DecisionOptions)
+    engine: EngineOptions = field(default_factory=EngineOptions)
+    control: bool = True
+    split: bool = False
+
+
+def measure(
+    merged: str | os.PathLike[str],
+    prompts: str | os.PathLike[str],
+    options: MeasureOptions,
+    scratch: Path,
+    stages: Stages | None = None,
+) -> Measurements:
+    """Score every arm. ``scratch``: an existing folder for the float32 weights of ``split``.
+
+    Raises:
+        Inconclusive: whatever keeps the arms from being measured and compared, with the reason.
+    """
+    try:
+        return _measure(Path(merged), prompts, options, scratch, stages or Stages())
+    except (EngineError, MergeError, VerificationError) as error:
+        raise Inconclusive(str(error)) from error
+    except OSError as error:
+        raise Inconclusive(f"{error.filename or merged}: {error.strerror or error}") from error
+
+
+def _measure(
+    merged: Path, prompts: str | os.PathLike[str], options: MeasureOptions, scratch: Path, stages: Stages
+) -> Measurements:
+    files = folder_files(merged)
+    recorded = None if options.reference is None else read_reference(options.reference)
+    sources = find_sources(merged, options.sources, recorded)
+    trust = options.engine.trust_remote_code
+    prepared = prepare(prompts, merged, sources, recorded, options.decision, trust_remote_code=trust)
+    arms: dict[str, Arm] = {}
+    if recorded is not None:
+        arms["reference"] = recorded_reference(recorded, prepared)
+        if options.control and sources.base is not None:
+            arms["base"] = control_arm(prepared, sources, options.engine, stages)
+    else:
+        record_to = None if options.record_reference is None else Path(options.record_reference)
+        arms["reference"], control = live_reference(prepared, sources, options.engine, record_to, stages)
+        if options.control:
+            arms["base"] = control
+    arms["merged"] = merged_arm(merged, prepared, options.engine, stages)
+    if options.split:
+        truth, merged_float32 = float32_arms(merged, prepared, sources, options.engine, scratch, stages)
+        floor = NoiseFloor.between("the reference against float32 arithmetic", truth.scores, arms["reference"].scores)
+        arms |= {"reference_float32": replace(truth, floors=(floor,)), "merged_float32": merged_float32}
+    if folder_files(merged) != files:
+        raise Inconclusive(f"{merged}: changed while it was measured; measure again when nothing writes to it")
+    conditions = Conditions(
+        labels=prepared.labels,
+        prefill=prepared.prefill,
+        prompts=prepared.about,
+        arms={name: arm.facts for name, arm in arms.items()},
+        recipe=None if sources.recipe is None else sources.recipe.to_json(),
+        recipe_origin=sources.recipe_origin,
+        merged_files=files,
+        merged_root=root_digest(files),
+        noise_floors=tuple(floor for arm in arms.values() for floor in arm.floors),
+        findings=(*sources.findings, *prepared.findings),
+    )
+    return _joined(conditions, prepared, arms)
+
+
+def _joined(conditions: Conditions, prepared: Prepared, arms: Mapping[str, Arm]) -> Measurements:
+    return Measurements(conditions, pair(prepared.prompts, {name: arm.scores for name, arm in arms.items()}))

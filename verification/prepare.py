@@ -1,0 +1,191 @@
+"""The prompts of a run as token ids, made by the tokenizer that generation will use, and the proof that the reference got the
+same.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from lora_merge.engines.labels import DecisionLabels, resolve_labels
+from lora_merge.engines.model_files import load_tokenizer, max_positions
+from lora_merge.engines.prompts import DEFAULT_PREFILL, Prompt, read_prompt_rows, token_ids_digest, token_ids_sha256, tokenize
+from verification.checks import Check, Outcome
+from verification.errors import Inconclusive
+from verification.measurement import match_token_ids
+from verification.reference import Reference
+from verification.sources import Sources
+
+_TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "spiece.model", "vocab.txt")
+
+
+@dataclass(frozen=True)
+class DecisionOptions:
+    """How the decision is read.
+
+    Attributes:
+        prefill, skip_label, write_label: None for those of the recorded reference, else the usual ones.
+        num_prompts: score a seeded sample of this size; None for all prompts.
+        seed: of the sample.
+    """
+
+    prefill: str | None = None
+    skip_label: str | None = None
+    write_label: str | None = None
+    num_prompts: int | None = None
+    seed: int = 0
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """Prompts ready to score.
+
+    Attributes:
+        prompts: in the order of their file.
+        labels, prefill: how the decision is read.
+        about: the ``prompts`` part of :class:`~verification.measurement.Conditions`.
+        findings: what was checked of the prompts.
+    """
+
+    prompts: tuple[Prompt, ...]
+    labels: DecisionLabels
+    prefill: str
+    about: dict[str, Any]
+    findings: tuple[Check, ...]
+
+
+def prepare(
+    prompts: str | os.PathLike[str],
+    merged: Path,
+    sources: Sources,
+    reference: Reference | None,
+    options: DecisionOptions,
+    *,
+    trust_remote_code: bool = False,
+) -> Prepared:
+    """Tokenize the prompt file with the merged checkpoint's tokenizer, and make sure that every arm reads the same ids.
+
+    Raises: EngineError: a prompt is malformed, too long, or has no single BOS where the tokenizer wants one; a label is no
+        single token
+            after the prefill.
+        Inconclusive: the reference was given other ids, prompts, labels or another prefill.
+    """
+    tokenizer = load_tokenizer(merged, trust_remote_code=trust_remote_code)
+    prefill = _agreed("prefill", options.prefill, None if reference is None else reference.prefill, DEFAULT_PREFILL)
+    limit = max_positions(merged)
+    made = tokenize(read_prompt_rows(Path(prompts)), tokenizer, prefill=prefill, max_length=None if limit is None else limit - 1)
+    known = None if reference is None else reference.labels
+    labels = resolve_labels(
+        tokenizer,
+        made,
+        prefill=prefill,
+        skip=_agreed("skip label", options.skip_label, None if known is None else known.skip.text, "skip"),
+        write=_agreed("write label", options.write_label, None if known is None else known.write.text, "write"),
+    )
+    if known is not None and known != labels:
+        raise Inconclusive(
+            f"the reference read the labels as tokens {known.skip.token_id} and {known.write.token_id}, the merged checkpoint's "
+            f"tokenizer gives {labels.skip.token_id} and {labels.write.token_id}: another tokenizer or library version"
+        )
+    chosen = _sample(made, options)
+    if reference is not None:
+        match_token_ids(chosen, reference.token_ids_sha256, sampled=len(chosen) < len(made))
+        findings: tuple[Check, ...] = (
+            Check("token-ids", Outcome.PASSED, f"the reference answered these very {len(chosen)} prompts"),
+        )
+    else:
+        findings = tuple(_tokenizer_findings(chosen, sources, prompts, prefill, trust_remote_code))
+    about = {
+        "source": Path(prompts).name,
+        "total": len(made),
+        "scored": len(chosen),
+        "seed": options.seed if len(chosen) < len(made) else None,
+        "token_ids_sha256": token_ids_digest(chosen),
+    }
+    return Prepared(tuple(chosen), labels, prefill, about, (*findings, *tied_head_findings(merged)))
+
+
+def sample_of(prompts: Sequence[Prompt], size: int, seed: int = 0) -> list[Prompt]:
+    """A seeded sample of ``size`` prompts without repetition, in their order; all of them when there are no more."""
+    import numpy as np
+
+    if size >= len(prompts):
+        return list(prompts)
+    places = np.sort(np.random.default_rng(seed).choice(len(prompts), size, replace=False))
+    return [prompts[int(place)] for place in places]
+
+
+def tied_head_findings(folder: Path) -> Iterator[Check]:
+    """With tied embeddings in the configuration a head of other values may not lie in the files: engines disagree on which one
+    to use.
+    """
+    from safetensors import safe_open
+
+    config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    text_config = config.get("text_config") if isinstance(config.get("text_config"), dict) else {}
+    if not text_config.get("tie_word_embeddings", config.get("tie_word_embeddings", False)):
+        return
+    found = {}
+    for path in sorted(folder.glob("*.safetensors")):
+        with safe_open(path, framework="pt") as file:
+            for name in file.keys():  # noqa: SIM118  not a dictionary
+                kind = next((kind for kind in ("lm_head.weight", "embed_tokens.weight") if name.endswith(kind)), None)
+                if kind is not None:
+                    found[kind] = (path, name)
+    if len(found) < 2:
+        return
+    tensors = []
+    for path, name in found.values():
+        with safe_open(path, framework="pt") as file:
+            tensors.append(file.get_tensor(name))
+    same = tensors[0].shape == tensors[1].shape and bool((tensors[0] == tensors[1]).all())
+    what = "config.json ties the head to the embedding"
+    if same:
+        yield Check("tied-head", Outcome.PASSED, f"{what}, and the head in the files is the same")
+    else:
+        yield Check(
+            "tied-head", Outcome.INCONCLUSIVE, f"{what}, but the files hold another head: engines disagree on which to use"
+        )
+
+
+def _agreed(what: str, given: str | None, recorded: str | None, usual: str) -> str:
+    """What was given, else what the reference was recorded with, else the usual; a contradiction cannot be measured."""
+    if given is not None and recorded is not None and given != recorded:
+        raise Inconclusive(f"{what} {given!r} was given, the reference was recorded with {recorded!r}; nothing can be compared")
+    return next(value for value in (given, recorded, usual) if value is not None)
+
+
+def _sample(prompts: Sequence[Prompt], options: DecisionOptions) -> list[Prompt]:
+    return list(prompts) if options.num_prompts is None else sample_of(prompts, options.num_prompts, options.seed)
+
+
+def _tokenizer_findings(
+    chosen: Sequence[Prompt], sources: Sources, prompts: str | os.PathLike[str], prefill: str, trust_remote_code: bool
+) -> Iterator[Check]:
+    """The reference's own tokenizer, beside its adapter or its base, must make the same ids of these prompts."""
+    folders = [folder.path for folder in (sources.adapter, sources.base) if folder is not None and _has_tokenizer(folder.path)]
+    if not folders:
+        yield Check("token-ids", Outcome.WARNED, "neither adapter nor base has a tokenizer, so the ids cannot be compared")
+        return
+    tokenizer = load_tokenizer(folders[0], trust_remote_code=trust_remote_code)
+    theirs = {
+        prompt.id: token_ids_sha256(prompt) for prompt in tokenize(read_prompt_rows(Path(prompts)), tokenizer, prefill=prefill)
+    }
+    changed = [prompt.id for prompt in chosen if theirs[prompt.id] != token_ids_sha256(prompt)]
+    if changed:
+        yield Check(
+            "token-ids",
+            Outcome.INCONCLUSIVE,
+            f"the merged checkpoint's tokenizer makes other ids of {len(changed)} of {len(chosen)} prompts, {changed[0]!r} "
+            f"first, than the one in {folders[0]}: it was swapped",
+        )
+    else:
+        yield Check("token-ids", Outcome.PASSED, f"the tokenizers of the merged checkpoint and of {folders[0]} make the same ids")
+
+
+def _has_tokenizer(folder: Path) -> bool:
+    return any((folder / name).is_file() for name in _TOKENIZER_FILES)

@@ -1,0 +1,87 @@
+"""The report folder: ``drift.json``, ``drift.jsonl``, the certificate ``gate.intoto.json``, and ``junit.xml``.
+
+What an earlier run left there is removed before a new one starts, so that no certificate outlives the run that earned it.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from xml.etree import ElementTree
+
+from lora_merge.merging.digests import file_digest
+from verification.certificate import CERTIFICATE_FILE, MEASUREMENT_FILE, make_statement, write_certificate
+from verification.checks import Outcome
+from verification.drift_file import write_measurements
+from verification.errors import VerificationError
+from verification.measurement import Measurements
+from verification.verdict import Verdict
+
+VERDICT_FILE = "drift.json"
+JUNIT_FILE = "junit.xml"
+FILES = (CERTIFICATE_FILE, VERDICT_FILE, MEASUREMENT_FILE, JUNIT_FILE)
+
+
+def clear(folder: Path) -> None:
+    """Make ``folder`` and remove the files of an earlier run; anything else in it stays.
+
+    Raises:
+        VerificationError: it cannot be written to.
+    """
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        for name in FILES:
+            (folder / name).unlink(missing_ok=True)
+    except OSError as error:
+        raise VerificationError(
+            f"report folder {folder}: cannot be used: {error.strerror or error}; choose another --report"
+        ) from error
+
+
+def write(folder: Path, verdict: Verdict, measurements: Measurements | None, sign_key: str | os.PathLike[str] | None) -> None:
+    """Write everything that ``verdict`` amounts to, the certificate last; an inconclusive one gets none.
+
+    Raises:
+        VerificationError: a file cannot be written, or the key cannot sign.
+    """
+    try:
+        if measurements is not None:
+            write_measurements(measurements, folder / MEASUREMENT_FILE)
+        _replace(folder / VERDICT_FILE, json.dumps(verdict.to_json(), indent=2, allow_nan=False) + "\n")
+        _replace(folder / JUNIT_FILE, junit(verdict))
+        if measurements is not None and verdict.outcome is not Outcome.INCONCLUSIVE:
+            digest = file_digest(folder / MEASUREMENT_FILE)
+            statement = make_statement(verdict, measurements.conditions, digest)
+            write_certificate(statement, folder / CERTIFICATE_FILE, sign_key)
+    except OSError as error:
+        raise VerificationError(f"report folder {folder}: cannot be written: {error.strerror or error}") from error
+
+
+def junit(verdict: Verdict) -> str:
+    """The verdict as JUnit XML, one test case a check: failed ones as failures, inconclusive ones as errors, warnings as
+    output.
+    """
+    counts = {outcome: sum(check.outcome is outcome for check in verdict.checks) for outcome in Outcome}
+    suite = ElementTree.Element(
+        "testsuite",
+        name="verify-skip-drift",
+        tests=str(len(verdict.checks)),
+        failures=str(counts[Outcome.FAILED]),
+        errors=str(counts[Outcome.INCONCLUSIVE]),
+    )
+    for check in verdict.checks:
+        case = ElementTree.SubElement(suite, "testcase", classname="verify-skip-drift", name=check.name)
+        tag = {Outcome.FAILED: "failure", Outcome.INCONCLUSIVE: "error"}.get(check.outcome)
+        if tag is not None:
+            ElementTree.SubElement(case, tag, message=check.detail)
+        else:
+            ElementTree.SubElement(case, "system-out").text = f"{check.outcome}: {check.detail}"
+    ElementTree.indent(suite)
+    return ElementTree.tostring(suite, encoding="unicode", xml_declaration=True) + "\n"
+
+
+def _replace(path: Path, text: str) -> None:
+    partial = path.with_name(f".{path.name}.partial")
+    partial.write_text(text, encoding="utf-8")
+    partial.replace(path)

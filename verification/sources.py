@@ -1,0 +1,260 @@
+"""Where the reference comes from, and whether it is independent of the merge that it judges.
+
+What the merge manifest says may be used to find base and adapter. It may not be the witness of how the adapter was trained: a
+recipe that was wrong at merging would then be wrong on both sides, and cancel out.
+"""
+
+from __future__ import annotations
+
+import itertools
+import os
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from lora_merge.merging.digests import adapter_digests, file_digest
+from lora_merge.merging.folders import ModelFolder, read_json, resolve_folder
+from lora_merge.merging.manifest import MergeManifest, read_manifest
+from lora_merge.merging.quantization import QuantRecipe
+from lora_merge.merging.recipes import RECIPE_FILE, find_recipe, read_recipe, recipe_of_config
+from lora_merge.merging.side_files import MANIFEST_FILE
+from verification.checks import Check, Outcome
+from verification.errors import Inconclusive
+from verification.gate import RECIPE_CHECK
+from verification.names import commit_of, model_name, same_model
+from verification.reference import Reference
+
+PASSED, WARNED, INCONCLUSIVE = Outcome.PASSED, Outcome.WARNED, Outcome.INCONCLUSIVE
+_WEIGHT_SETTINGS = ("quant_type", "double_quant", "block_size", "quant_dtype")
+
+
+@dataclass(frozen=True)
+class SourceOptions:
+    """What the user says about the reference; everything else is found.
+
+    Attributes:
+        base, adapter: folders or hub ids; None for those that the merge manifest names.
+        revision: of a base on the hub.
+        recipe: quantization settings given explicitly, by name.
+        quant_config: a JSON file with the recipe.
+        other_base_name: the base is the one the adapter was trained on, although the adapter names it differently.
+    """
+
+    base: str | None = None
+    adapter: str | None = None
+    revision: str | None = None
+    recipe: Mapping[str, Any] = field(default_factory=dict)
+    quant_config: str | os.PathLike[str] | None = None
+    other_base_name: bool = False
+
+
+@dataclass(frozen=True)
+class Sources:
+    """What the reference is made of.
+
+    Attributes:
+        manifest: of the merge; None for a checkpoint that another tool merged.
+        base, adapter: where they lie; None where a recorded reference makes them needless and they cannot be found.
+        recipe: how the base is quantized in the reference; None where neither a recorded reference nor anything else knows.
+        recipe_origin: who says so, as in :class:`~verification.measurement.Conditions`.
+        prequantized: whether the base is a bitsandbytes checkpoint itself, whose stored state is the recipe.
+        findings: what was checked about all this.
+    """
+
+    manifest: MergeManifest | None
+    base: ModelFolder | None
+    adapter: ModelFolder | None
+    recipe: QuantRecipe | None
+    recipe_origin: str
+    prequantized: bool
+    findings: tuple[Check, ...]
+
+    def bnb_config(self) -> dict[str, Any] | None:
+        """What loads the base as the reference has it; None for a base that is quantized already."""
+        if self.prequantized:
+            return None
+        if self.recipe is None:
+            raise Inconclusive("the reference has no quantization recipe: nothing to load the base by")
+        return self.recipe.bnb_config()
+
+
+def find_sources(merged: Path, options: SourceOptions, reference: Reference | None) -> Sources:
+    """Find base, adapter and recipe, and check what can be checked of them before anything is loaded.
+
+    ``reference``: a recorded one; None for a live one, which needs base and adapter.
+
+    Raises:
+        Inconclusive: base or adapter of a live reference is not named anywhere.
+        MergeError: one of them cannot be found or read.
+    """
+    manifest = read_manifest(merged) if (merged / MANIFEST_FILE).is_file() else None
+    base = _folder("base", options.base, options.revision, manifest, needed=reference is None)
+    adapter = _folder("adapter", options.adapter, None, manifest, needed=reference is None)
+    base_config = read_json(base.path / "config.json", "the base's configuration") if base is not None else {}
+    prequantized = recipe_of_config(base_config) is not None
+    if reference is not None:
+        recipe, origin = reference.recipe, "reference"
+    else:
+        assert adapter is not None
+        recipe, origin = _live_recipe(options, base_config, adapter.path, manifest)
+    findings = (
+        *_recipe_findings(options, recipe, origin, adapter, manifest, reference),
+        *_base_findings(options, base, adapter, manifest, reference),
+        *_adapter_findings(adapter, manifest, reference),
+    )
+    return Sources(manifest, base, adapter, recipe, origin, prequantized, findings)
+
+
+def _folder(
+    role: str, given: str | None, revision: str | None, manifest: MergeManifest | None, *, needed: bool
+) -> ModelFolder | None:
+    """The folder of ``role``. One that is not needed and only named by the manifest may be absent."""
+    if given is not None:
+        return resolve_folder(given, role, revision)
+    if manifest is None:
+        if needed:
+            raise Inconclusive(f"nothing says which {role} was merged: the checkpoint has no {MANIFEST_FILE}; give --{role}")
+        return None
+    location, commit = getattr(manifest, role).location
+    if not needed and commit is None and not Path(location).is_dir():
+        return None
+    return resolve_folder(location, role, commit)
+
+
+def _live_recipe(
+    options: SourceOptions, base_config: Mapping[str, Any], adapter: Path, manifest: MergeManifest | None
+) -> tuple[QuantRecipe, str]:
+    """The recipe of a live reference, and who vouches for it."""
+    found = find_recipe(options.recipe, options.quant_config, base_config, adapter)
+    if recipe_of_config(base_config) is not None:
+        return found, "base"
+    if found.assumed:
+        known = manifest.recipe if manifest is not None else None
+        if known is not None and not known.assumed and not options.recipe and options.quant_config is None:
+            return known, "manifest"
+        return found, "assumed"
+    recorded = find_recipe({}, None, {}, adapter)
+    return found, "flags" if recorded.assumed or _differing(recorded, found) else "adapter"
+
+
+def _recipe_findings(
+    options: SourceOptions,
+    recipe: QuantRecipe | None,
+    origin: str,
+    adapter: ModelFolder | None,
+    manifest: MergeManifest | None,
+    reference: Reference | None,
+) -> Iterator[Check]:
+    described = "no quantization" if recipe is None else recipe.describe()
+    reasons = {
+        "flags": "was given by hand at verification; nothing recorded at training confirms it",
+        "manifest": "is known from the merge's own manifest alone, so a mistake would be the same on both sides",
+        "assumed": "is assumed, the usual QLoRA one; nothing recorded at training confirms it",
+    }
+    if origin in reasons:
+        yield Check(RECIPE_CHECK, WARNED, f"the reference's recipe ({described}) {reasons[origin]}")
+    else:
+        told = {
+            "reference": "the live layers at recording",
+            "adapter": f"{RECIPE_FILE} beside the adapter",
+            "base": "the base itself",
+        }
+        yield Check(RECIPE_CHECK, PASSED, f"the reference's recipe ({described}) comes from {told[origin]}")
+    recorded = read_recipe(adapter.path) if adapter is not None else None
+    if recorded is not None and recipe is not None and origin != "base" and _differing(recorded, recipe):
+        says = "the recorded reference" if reference is not None else "what was given at verification"
+        reason = f"{RECIPE_FILE} beside the adapter says {recorded.describe()}, {says} {described}: one of them is wrong"
+        yield Check("recipe-agreement", INCONCLUSIVE, reason)
+    elif manifest is not None and manifest.recipe is not None and recipe is not None and _differing(manifest.recipe, recipe):
+        reason = (
+            f"merged through {manifest.recipe.describe()}, but the reference is {described}; only the drift shows what it does"
+        )
+        yield Check("recipe-agreement", WARNED, reason)
+
+
+def _differing(first: QuantRecipe, second: QuantRecipe) -> bool:
+    return any(getattr(first, name) != getattr(second, name) for name in _WEIGHT_SETTINGS)
+
+
+def _base_findings(
+    options: SourceOptions,
+    base: ModelFolder | None,
+    adapter: ModelFolder | None,
+    manifest: MergeManifest | None,
+    reference: Reference | None,
+) -> Iterator[Check]:
+    """The base that was merged must be the one that the adapter, and a recorded reference, were made with."""
+    used = _named_base(base, manifest)
+    if used is None:
+        return
+    source, commit = used
+    witnesses = []
+    if adapter is not None:
+        config = read_json(adapter.path / "adapter_config.json", "the adapter's configuration")
+        witnesses.append(("the adapter", config.get("base_model_name_or_path"), config.get("revision")))
+    if reference is not None:
+        witnesses.append(("the reference", reference.model["name"], reference.model["revision"]))
+    for who, name, revision in witnesses:
+        yield _same_base(who, name, revision, source, commit, other_name=options.other_base_name)
+    if base is not None and manifest is not None:
+        yield _same_files(base, manifest)
+
+
+def _named_base(base: ModelFolder | None, manifest: MergeManifest | None) -> tuple[str, str | None] | None:
+    if base is not None:
+        return base.source, base.commit or commit_of(str(base.path.resolve()), None)
+    return None if manifest is None else (manifest.base.source, manifest.base.commit)
+
+
+def _same_base(who: str, name: Any, revision: Any, source: str, commit: str | None, *, other_name: bool) -> Check:
+    title = "base-identity"
+    if not isinstance(name, str) or not name:
+        return Check(title, WARNED, f"{who} names no base, so it cannot be compared with {source}")
+    trained = commit_of(name, revision if isinstance(revision, str) else None)
+    if trained is not None and commit is not None and trained != commit:
+        return Check(title, INCONCLUSIVE, f"{who} was made with commit {trained[:12]} of {name}, the base here is {commit[:12]}")
+    if same_model(name, source):
+        return Check(title, PASSED, f"{who} names the base {name}; the base here is {source}")
+    found = f"{who} was made with the base {name}, the base here is {source}"
+    if other_name:
+        return Check(title, WARNED, f"{found}; they were declared the same (--other-base-name)")
+    return Check(
+        title,
+        INCONCLUSIVE,
+        f"{found}: {model_name(name)} and {model_name(source)} are different names; give the right --base, or --other-base-name "
+        "if it is the same under another name",
+    )
+
+
+def _same_files(base: ModelFolder, manifest: MergeManifest) -> Check:
+    """Every file of the base that went into the merge must still be what it was."""
+    for name, digest in sorted(manifest.base.files.items()):
+        path = base.path / name
+        if not path.is_file() or file_digest(path) != digest:
+            return Check("base-files", INCONCLUSIVE, f"{path}: is not the file that was merged; give the base of the merge")
+    return Check("base-files", PASSED, f"all {len(manifest.base.files)} files of the base are those that were merged")
+
+
+def _adapter_findings(
+    adapter: ModelFolder | None, manifest: MergeManifest | None, reference: Reference | None
+) -> Iterator[Check]:
+    """The adapter of the reference must be the one that was merged."""
+    title = "adapter-identity"
+    known = {}
+    if manifest is not None:
+        known["the merge"] = dict(manifest.adapter.files)
+    if adapter is not None:
+        known[f"the adapter {adapter.source}"] = adapter_digests(adapter.path)
+    if reference is not None:
+        if reference.adapter is None:
+            yield Check(title, WARNED, "the reference does not say which adapter it was recorded with")
+        else:
+            known["the reference"] = dict(reference.adapter["files"])
+    names = list(known)
+    for first, second in itertools.pairwise(names):
+        if known[first] != known[second]:
+            yield Check(title, INCONCLUSIVE, f"{first} and {second} have different adapters; both sides must be of one")
+            return
+    if len(names) > 1:
+        yield Check(title, PASSED, f"{' and '.join(names)} have the same adapter")
