@@ -1,78 +1,45 @@
 """Reads a PEFT adapter folder into typed pieces. Every key of the file gets a meaning, or reading fails.
 
-Sources: PEFT 0.21 (``tuners/lora/config.py``, ``tuners/lora/layer.py``, ``utils/save_and_load.py``); the rank and alpha patterns
-follow ``tuners/tuners_utils.get_pattern_key``.
+Sources: PEFT 0.21, ``tuners/lora/layer.py`` and ``utils/save_and_load.py``.
 """
 
 from __future__ import annotations
 
-import math
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from lora_merge.merging.adapter_settings import LoraSettings, read_settings
 from lora_merge.merging.dtypes import FLOATING, widen
 from lora_merge.merging.errors import MergeError
 from lora_merge.merging.folders import ModelFolder, read_json
+from lora_merge.merging.pickle_reader import read_pickled_tensors
 from lora_merge.merging.safetensors_file import TensorInfo, read_header, read_tensor
 
 CONFIG_FILE = "adapter_config.json"
 WEIGHTS_FILE = "adapter_model.safetensors"
-MAX_RANK = 65536
-_PREFIX = "base_model.model."
-_LORA_KEY = re.compile(r"base_model\.model\.(?P<module>.+)\.lora_(?P<half>A|B)\.weight")
+PICKLE_FILE = "adapter_model.bin"
 
-# Settings that change nothing about what the stored tensors mean.
-_NEUTRAL = frozenset(
-    [
-        "alora_invocation_tokens",
-        "auto_mapping",
-        "base_model_name_or_path",
-        "ensure_weight_tying",
-        "eva_config",
-        "exclude_modules",
-        "fan_in_fan_out",
-        "inference_mode",
-        "init_lora_weights",
-        "layers_pattern",
-        "layers_to_transform",
-        "loftq_config",
-        "lora_alpha",
-        "lora_dropout",
-        "megatron_config",
-        "megatron_core",
-        "peft_type",
-        "peft_version",
-        "qalora_group_size",
-        "r",
-        "revision",
-        "runtime_config",
-        "target_modules",
-        "task_type",
-        "use_rslora",
-        "rank_pattern",
-        "alpha_pattern",
-        "bias",
-        "parent_library",
-    ]
-)
-# Settings that, switched on, mean more than a plain low-rank update.
-_REFUSED = {
-    "use_dora": "DoRA",
-    "lora_bias": "a bias on lora_B",
-    "modules_to_save": "fully trained modules",
-    "trainable_token_indices": "trained token rows",
-    "target_parameters": "adapters on fused parameters",
-    "layer_replication": "replicated layers, which have no counterpart among the base's tensors",
-    "alora_invocation_tokens": "an activated LoRA (aLoRA), which acts on part of the sequence only and cannot be merged",
-    "arrow_config": "Arrow routing, which chooses adapters per token and cannot be merged",
-    "use_qalora": "QA-LoRA",
+_PREFIX = "base_model.model."
+# Wrappers that training frameworks leave in names; no module of a model is called like this.
+_WRAPPERS = re.compile(r"(?<=\.)(_orig_mod|_fsdp_wrapped_module|_checkpoint_wrapped_module)\.")
+# Older files keep the adapter's name, which is "default" unless somebody chose another.
+_ADAPTER_NAME = r"(\.default)?"
+_PARTS = {
+    "a": re.compile(rf"(?P<module>.+)\.lora_A{_ADAPTER_NAME}\.weight"),
+    "b": re.compile(rf"(?P<module>.+)\.lora_B{_ADAPTER_NAME}\.weight"),
+    "bias": re.compile(rf"(?P<module>.+)\.lora_B{_ADAPTER_NAME}\.bias"),
+    "embedding_a": re.compile(rf"(?P<module>.+)\.lora_embedding_A{_ADAPTER_NAME}"),
+    "embedding_b": re.compile(rf"(?P<module>.+)\.lora_embedding_B{_ADAPTER_NAME}"),
+    "magnitude": re.compile(rf"(?P<module>.+)\.lora_magnitude_vector{_ADAPTER_NAME}(\.weight)?"),
+    "token_rows": re.compile(rf"(?P<module>.+)\.token_adapter\.trainable_tokens_delta{_ADAPTER_NAME}"),
 }
-# Initializations that also change the base: the adapter belongs to a residual base, not to the one it names.
-_RESIDUAL_INITS = ("pissa", "olora", "corda", "lora_ga", "loftq")
+_REPLACED = re.compile(r"(?P<module>.+?)(\.(?P<how>base_layer|original_module))?\.(?P<parameter>[^.]+)")
+_SAVED_MODULE = re.compile(r"\.modules_to_save(\.default)?(?=\.)")
 
 
 @dataclass(frozen=True)
@@ -80,25 +47,74 @@ class LowRankPair:
     """One module's update: ``delta = scaling * B @ A``.
 
     Attributes:
-        module: the module's path in the model that was trained, such as ``model.layers.0.mlp.up_proj``.
-        a: (rank, in_features).
-        b: (out_features, rank).
-        scaling: ``alpha / rank``, or ``alpha / sqrt(rank)`` for rsLoRA.
+        module: the module's path in the model that was trained, such as ``model.layers.0.mlp.up_proj``; wrappers of nested
+            parameters and of attention blocks (``base_layer``) still in it.
+        a: (rank, in_features); for an embedding (rank, vocabulary); for a convolution (rank, in, kernel...).
+        b: (out_features, rank); for an embedding (hidden, rank); for a convolution (out, rank, 1...).
+        embedding: whether the halves are those of an embedding.
+        bias: (out_features,), added to the module's bias times the scaling (``lora_bias``).
+        magnitude: DoRA's norms, one for every output.
     """
 
     module: str
     a: TensorInfo
     b: TensorInfo
-    scaling: float
+    embedding: bool = False
+    bias: TensorInfo | None = None
+    magnitude: TensorInfo | None = None
+
+    @property
+    def tensors(self) -> tuple[TensorInfo, ...]:
+        return tuple(tensor for tensor in (self.a, self.b, self.bias, self.magnitude) if tensor is not None)
+
+
+@dataclass(frozen=True)
+class Replacement:
+    """A whole tensor that takes the place of the base's.
+
+    Attributes:
+        module: the module's path in the trained model.
+        parameter: ``weight``, ``bias``...
+        tensor: the new values.
+        trained: whether it was trained by itself (``modules_to_save``, a bias); otherwise it is the layer under an adapter, or an
+            embedding that was resized, stored for safety: what tied weights shared.
+    """
+
+    module: str
+    parameter: str
+    tensor: TensorInfo
+    trained: bool
+
+
+@dataclass(frozen=True)
+class TokenRows:
+    """Rows of an embedding or head that were trained by themselves: ``values`` (tokens, hidden) replace rows ``indices``."""
+
+    module: str
+    values: TensorInfo
+    indices: tuple[int, ...]
 
 
 @dataclass(frozen=True)
 class Adapter:
-    """A PEFT LoRA adapter: its configuration and its pieces, ordered by module."""
+    """A PEFT LoRA adapter: its configuration and its pieces, each kind ordered by module.
+
+    Attributes:
+        folder: where it lies.
+        weights_file: the name of the file that holds its tensors.
+        settings: its configuration.
+    """
 
     folder: ModelFolder
-    config: Mapping[str, Any]
+    weights_file: str
+    settings: LoraSettings
     pairs: tuple[LowRankPair, ...]
+    replacements: tuple[Replacement, ...]
+    token_rows: tuple[TokenRows, ...]
+
+    @property
+    def config(self) -> Mapping[str, Any]:
+        return self.settings.config
 
     @property
     def named_base(self) -> str | None:
@@ -106,139 +122,184 @@ class Adapter:
         name = self.config.get("base_model_name_or_path")
         return name if isinstance(name, str) and name else None
 
+    @property
+    def files(self) -> tuple[str, str]:
+        """The files that make the adapter what it is."""
+        return (CONFIG_FILE, self.weights_file)
 
-def read_adapter(folder: ModelFolder) -> Adapter:
+
+@dataclass
+class _Sorted:
+    """The tensors of a file by what their keys mean."""
+
+    parts: dict[str, dict[str, TensorInfo]] = field(default_factory=dict)
+    replacements: list[Replacement] = field(default_factory=list)
+    frozen: dict[str, TensorInfo] = field(default_factory=dict)
+
+
+def read_adapter(folder: ModelFolder, *, base_is_residual: bool = False) -> Adapter:
     """Read and check the adapter in ``folder``.
 
+    Args:
+        base_is_residual: see :func:`~lora_merge.merging.adapter_settings.read_settings`.
+
     Raises:
-        MergeError: no adapter there, a kind that this version does not merge, absurd settings, a key without a meaning, a missing
-            half, a shape or rank that contradicts the configuration, a NaN or infinite value.
+        MergeError: no adapter there, a kind that cannot be merged, absurd settings, a key without a meaning, a missing half, a
+        shape
+            or rank that contradicts the configuration, a NaN or infinite value.
     """
-    path = folder.path
-    config = read_json(path / CONFIG_FILE, "the adapter's configuration")
-    _check_kind(config, str(path / CONFIG_FILE))
-    weights = path / WEIGHTS_FILE
-    if not weights.is_file():
-        pickle = path / "adapter_model.bin"
-        if pickle.is_file():
-            raise MergeError(
-                f"{pickle}: a pickle, which executes code when it is loaded; save the adapter as {WEIGHTS_FILE} with PEFT"
-            )
-        raise MergeError(f"{weights}: no such file; expected the adapter's tensors")
-    halves: dict[str, dict[str, TensorInfo]] = {}
-    for tensor in read_header(weights).tensors:
-        match = _LORA_KEY.fullmatch(tensor.name)
-        if match is None:
-            raise MergeError(
-                f"{weights}: tensor {tensor.name!r} is no part of a plain LoRA (expected {_PREFIX}MODULE.lora_A.weight or "
-                "lora_B.weight); nothing was merged, since leaving it out would change the model"
-            )
-        halves.setdefault(match["module"], {})[match["half"]] = tensor
-    if not halves:
+    config = read_json(folder.path / CONFIG_FILE, "the adapter's configuration")
+    settings = read_settings(config, str(folder.path / CONFIG_FILE), base_is_residual=base_is_residual)
+    weights, tensors = _read_tensors(folder.path)
+    if not tensors:
         raise MergeError(f"{weights}: holds no tensors; was the adapter saved before training, or sharded by a distributed run?")
-    pairs = tuple(_pair(module, halves[module], config) for module in sorted(halves))
-    _check_patterns(config, tuple(halves), str(path / CONFIG_FILE))
-    for pair in pairs:
-        _check_finite(pair.a)
-        _check_finite(pair.b)
-    return Adapter(folder, config, pairs)
+    for tensor in tensors:
+        _check_values(tensor)
+    found = _sort(tensors, settings, weights)
+    pairs = tuple(_pair(module, parts, settings) for module, parts in sorted(found.parts.items()) if "token_rows" not in parts)
+    rows = tuple(_token_rows(module, parts, settings) for module, parts in sorted(found.parts.items()) if "token_rows" in parts)
+    _check_complete(settings, found, rows)
+    return Adapter(folder, weights.name, settings, pairs, tuple(found.replacements), rows)
 
 
-def _check_kind(config: Mapping[str, Any], where: str) -> None:
-    kind = config.get("peft_type")
-    if kind != "LORA":
-        raise MergeError(f"{where}: peft_type is {kind!r}; this version merges LORA only")
-    for name, meaning in _REFUSED.items():
-        if config.get(name):
-            raise MergeError(f"{where}: {name} is set: {meaning}; this version merges plain LoRA on linear layers only")
-    if config.get("bias", "none") != "none":
-        raise MergeError(
-            f"{where}: bias is {config['bias']!r}: trained biases; this version merges plain LoRA on linear layers only"
-        )
-    init = config.get("init_lora_weights", True)
-    if isinstance(init, str) and init.lower().startswith(_RESIDUAL_INITS):
-        raise MergeError(
-            f"{where}: init_lora_weights is {init!r}, which also changes the base: this adapter belongs to the residual base it "
-            "was trained with; convert it to a plain LoRA with PEFT's path_initial_model_for_weight_conversion"
-        )
-    for name, value in config.items():
-        if name not in _NEUTRAL and name not in _REFUSED and value not in (None, False, 0, "", [], {}):
-            raise MergeError(
-                f"{where}: unknown setting {name} = {value!r}; merging without knowing what it does could change the model"
-            )
-    _rank(config.get("r"), f"{where}: r")
-    _alpha(config.get("lora_alpha", 8), f"{where}: lora_alpha")
-    for name, check in (("rank_pattern", _rank), ("alpha_pattern", _alpha)):
-        pattern = config.get(name) or {}
-        if not isinstance(pattern, dict):
-            raise MergeError(f"{where}: {name} is a {type(pattern).__name__}, expected an object")
-        for key, value in pattern.items():
-            check(value, f"{where}: {name}[{key!r}]")
-            _module_pattern(key, f"{where}: {name}")
+def _read_tensors(folder: Path) -> tuple[Path, tuple[TensorInfo, ...]]:
+    weights, pickle = folder / WEIGHTS_FILE, folder / PICKLE_FILE
+    if weights.is_file():
+        return weights, read_header(weights).tensors
+    if pickle.is_file():
+        return pickle, read_pickled_tensors(pickle)
+    raise MergeError(f"{weights}: no such file; expected the adapter's tensors")
 
 
-def _rank(value: Any, what: str) -> int:
-    if type(value) is not int or not 1 <= value <= MAX_RANK:
-        raise MergeError(f"{what} is {value!r}; expected a rank from 1 to {MAX_RANK}")
-    return value
-
-
-def _alpha(value: Any, what: str) -> float:
-    if type(value) not in (int, float) or not math.isfinite(value):
-        raise MergeError(f"{what} is {value!r}; expected a finite number")
-    return float(value)
-
-
-def _module_pattern(key: str, where: str) -> re.Pattern[str]:
-    try:
-        return re.compile(rf"(.*\.)?({key})$")
-    except re.error as error:
-        raise MergeError(f"{where} key {key!r} is no regular expression: {error}") from error
-
-
-def _matching(pattern: Mapping[str, Any], module: str, default: Any) -> Any:
-    """The value of the first key that matches ``module``, as PEFT looks it up."""
-    return next((value for key, value in pattern.items() if re.match(rf"(.*\.)?({key})$", module)), default)
-
-
-def _check_patterns(config: Mapping[str, Any], modules: tuple[str, ...], where: str) -> None:
-    for name in ("rank_pattern", "alpha_pattern"):
-        for key in config.get(name) or {}:
-            matcher = _module_pattern(key, f"{where}: {name}")
-            if not any(matcher.match(module) for module in modules):
-                raise MergeError(f"{where}: {name} key {key!r} matches none of the adapter's {len(modules)} modules")
-
-
-def _pair(module: str, halves: Mapping[str, TensorInfo], config: Mapping[str, Any]) -> LowRankPair:
-    for half, other in (("A", "B"), ("B", "A")):
-        if half not in halves:
-            tensor = halves[other]
-            raise MergeError(f"{tensor.path}: {tensor.name!r} has no lora_{half} beside it; the adapter is incomplete")
-    a, b = halves["A"], halves["B"]
-    for tensor in (a, b):
-        if tensor.dtype.name not in FLOATING:
-            raise MergeError(
-                f"{tensor.path}: {tensor.name!r} is of type {tensor.dtype.name}; expected one of {', '.join(FLOATING)}"
-            )
-        if len(tensor.shape) != 2:
-            raise MergeError(
-                f"{tensor.path}: {tensor.name!r} has shape {list(tensor.shape)}; this version merges linear layers only"
-            )
-    rank = _rank(_matching(config.get("rank_pattern") or {}, module, config["r"]), "r")
-    if a.shape[0] != rank or b.shape[1] != rank:
-        raise MergeError(
-            f"{a.path}: {module}: lora_A {list(a.shape)} and lora_B {list(b.shape)} are of rank {a.shape[0]} and {b.shape[1]}, "
-            f"the configuration says {rank}"
-        )
-    alpha = _alpha(_matching(config.get("alpha_pattern") or {}, module, config.get("lora_alpha", 8)), "lora_alpha")
-    scaling = alpha / math.sqrt(rank) if config.get("use_rslora") else alpha / rank
-    return LowRankPair(module, a, b, scaling)
-
-
-def _check_finite(tensor: TensorInfo) -> None:
+def _check_values(tensor: TensorInfo) -> None:
+    if tensor.dtype.name not in FLOATING:
+        raise MergeError(f"{tensor.path}: {tensor.name!r} is of type {tensor.dtype.name}; expected one of {', '.join(FLOATING)}")
     values = widen(read_tensor(tensor), tensor.dtype)
     if not np.isfinite(values).all():
         place = [int(i) for i in np.argwhere(~np.isfinite(values))[0]]
         raise MergeError(
             f"{tensor.path}: {tensor.name!r} is {values[tuple(place)]} at {place}; the adapter is damaged, train or save it again"
+        )
+
+
+def _sort(tensors: tuple[TensorInfo, ...], settings: LoraSettings, weights: Path) -> _Sorted:
+    found = _Sorted()
+    for tensor in tensors:
+        if not tensor.name.startswith(_PREFIX):
+            raise _meaningless(tensor, weights)
+        path = _WRAPPERS.sub("", tensor.name.removeprefix(_PREFIX))
+        for part, pattern in _PARTS.items():
+            if match := pattern.fullmatch(path):
+                parts = found.parts.setdefault(match["module"], {})
+                if part in parts:
+                    raise MergeError(f"{weights}: {parts[part].name!r} and {tensor.name!r} are both the {part} of one module")
+                parts[part] = tensor
+                break
+        else:
+            _sort_replacement(path, tensor, settings, weights, found)
+    return found
+
+
+def _sort_replacement(path: str, tensor: TensorInfo, settings: LoraSettings, weights: Path, found: _Sorted) -> None:
+    path, saved = _SAVED_MODULE.subn("", path)
+    match = _REPLACED.fullmatch(path)
+    if match is None or any(mark in path for mark in ("lora_", "token_adapter")):
+        raise _meaningless(tensor, weights)
+    module, how, parameter = match["module"], match["how"] or "", match["parameter"]
+    if how == "original_module":
+        # The layer as it was before training, which older versions stored beside the trained one.
+        found.frozen[f"{module}.{parameter}"] = tensor
+        return
+    trained = bool(saved) or _named(module, settings.names("modules_to_save"))
+    if not trained and parameter == "bias" and settings.config.get("bias", "none") != "none":
+        trained = True
+    if not trained and how != "base_layer" and parameter != "weight":
+        raise _meaningless(tensor, weights)
+    found.replacements.append(Replacement(module, parameter, tensor, trained))
+
+
+def _named(module: str, names: tuple[str, ...]) -> bool:
+    """Whether ``module`` or a module around it is one of ``names``, as PEFT matches ``modules_to_save``: by the end of a path."""
+    paths = [module[: match.start()] for match in re.finditer(r"\.", module)] + [module]
+    return any(path == name or path.endswith(f".{name}") for path in paths for name in names)
+
+
+def _meaningless(tensor: TensorInfo, weights: Path) -> MergeError:
+    return MergeError(
+        f"{weights}: tensor {tensor.name!r} has no meaning in a LoRA adapter with these settings (expected "
+        f"{_PREFIX}MODULE.lora_A.weight "
+        "and the like); nothing was merged, since leaving it out would change the model"
+    )
+
+
+def _pair(module: str, parts: Mapping[str, TensorInfo], settings: LoraSettings) -> LowRankPair:
+    embedding = "embedding_a" in parts or "embedding_b" in parts
+    names = ("embedding_a", "embedding_b") if embedding else ("a", "b")
+    for name, other in (names, names[::-1]):
+        if name not in parts:
+            tensor = parts.get(other) or next(iter(parts.values()))
+            raise MergeError(
+                f"{tensor.path}: {tensor.name!r} has no lora_{name[:-1]}{name[-1].upper()} beside it; the adapter is incomplete"
+            )
+    a, b = parts[names[0]], parts[names[1]]
+    if extra := sorted(set(parts) - {*names, "bias", "magnitude"}):
+        raise MergeError(
+            f"{a.path}: module {module!r} has both {a.name!r} and {parts[extra[0]].name!r}; it can be of one kind only"
+        )
+    if min(len(a.shape), len(b.shape)) < 2:
+        raise MergeError(
+            f"{a.path}: {a.name!r} and {b.name!r} have shapes {list(a.shape)} and {list(b.shape)}; expected matrices: "
+            "a distributed run may have saved shards without gathering them"
+        )
+    dora, lora_bias = bool(settings.config.get("use_dora")), bool(settings.config.get("lora_bias"))
+    if dora != ("magnitude" in parts):
+        missing = "has no lora_magnitude_vector beside it" if dora else "has a lora_magnitude_vector beside it"
+        raise MergeError(
+            f"{a.path}: {a.name!r} {missing}, but use_dora is {str(dora).lower()}; the adapter is incomplete or mixed up"
+        )
+    if not embedding and lora_bias != ("bias" in parts):
+        missing = "has no bias" if lora_bias else "has a bias"
+        raise MergeError(
+            f"{b.path}: {b.name!r} {missing}, but lora_bias is {str(lora_bias).lower()}; the adapter is incomplete or mixed up"
+        )
+    return LowRankPair(module, a, b, embedding, parts.get("bias"), parts.get("magnitude"))
+
+
+def _token_rows(module: str, parts: Mapping[str, TensorInfo], settings: LoraSettings) -> TokenRows:
+    values = parts["token_rows"]
+    if len(parts) > 1:
+        raise MergeError(
+            f"{values.path}: module {module!r} has trained token rows and a low-rank update; it can have one of them only"
+        )
+    rows = [rows for name, rows in settings.trainable_tokens.items() if module == name or module.endswith(f".{name}")]
+    if not rows and len(settings.trainable_tokens) == 1:
+        # A plain list means the input embedding, whatever the architecture calls it.
+        rows = list(settings.trainable_tokens.values()) if isinstance(settings.config["trainable_token_indices"], list) else []
+    if len(rows) != 1:
+        raise MergeError(f"{settings.where}: trainable_token_indices do not say which rows {values.name!r} replaces")
+    if len(values.shape) != 2 or values.shape[0] != len(rows[0]):
+        raise MergeError(
+            f"{values.path}: {values.name!r} has shape {list(values.shape)}, but {settings.where} names {len(rows[0])} rows; "
+            "expected one line a row"
+        )
+    return TokenRows(module, values, rows[0])
+
+
+def _check_complete(settings: LoraSettings, found: _Sorted, rows: tuple[TokenRows, ...]) -> None:
+    """Raise where the configuration names something that the file holds no tensor of."""
+    replaced = {replacement.module for replacement in found.replacements}
+    for name in settings.names("modules_to_save"):
+        if not any(_named(module, (name,)) for module in replaced):
+            raise MergeError(
+                f"{settings.where}: modules_to_save names {name!r}, but the adapter holds no tensor of it; it is incomplete"
+            )
+    for name, tensor in found.frozen.items():
+        if name not in {f"{replacement.module}.{replacement.parameter}" for replacement in found.replacements}:
+            raise MergeError(
+                f"{tensor.path}: {tensor.name!r} has no trained tensor beside it (modules_to_save); the adapter is incomplete"
+            )
+    if len(rows) < len(settings.trainable_tokens):
+        raise MergeError(
+            f"{settings.where}: trainable_token_indices name {len(settings.trainable_tokens)} modules, the adapter holds rows of "
+            f"{len(rows)}; it is incomplete"
         )

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import math
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ from lora_merge.merging.adapter import read_adapter
 from lora_merge.merging.checkpoint import INDEX_FILE, Checkpoint, read_checkpoint
 from lora_merge.merging.digests import adapter_digests, file_digest
 from lora_merge.merging.errors import MergeError
+from lora_merge.merging.factors import PACKINGS, PEFT_PACKING
 from lora_merge.merging.folders import resolve_folder
 from lora_merge.merging.manifest import Artifact, MergeManifest, environment
 from lora_merge.merging.plan import MergePlan, make_plan
@@ -32,6 +34,10 @@ class MergeOptions:
             ``quant_dtype``, ``skip_modules``, ``quantized_modules``.
         quant_config: a JSON file with the recipe, second to ``recipe``: a record of :func:`record_recipe`, or the
             ``BitsAndBytesConfig`` that the training script used.
+        weights: the factor of each adapter's deltas, in the order of the adapters; None for 1 each.
+        base_is_residual: the word that the base is the residual one which a PiSSA, OLoRA, CorDA, LoRA-GA or LoftQ adapter was
+            trained with.
+        packing: how lora_B of fused experts is laid out: ``"peft"`` or ``"expert-major"``.
         dtype: type of the output's floating tensors; None keeps each tensor's own.
         revision: revision of a base on the hub.
         trust_remote_code: whether Python code in the base may run to build its architecture.
@@ -42,6 +48,9 @@ class MergeOptions:
     from_4bit: bool = False
     recipe: Mapping[str, Any] = field(default_factory=dict)
     quant_config: str | os.PathLike[str] | None = None
+    weights: tuple[float, ...] | None = None
+    base_is_residual: bool = False
+    packing: str = PEFT_PACKING
     dtype: str | None = None
     revision: str | None = None
     trust_remote_code: bool = False
@@ -58,33 +67,59 @@ class MergeResult:
     plan: MergePlan
 
 
-def plan_merge(base: str | os.PathLike[str], adapter: str | os.PathLike[str], options: MergeOptions | None = None) -> MergePlan:
+Adapters = str | os.PathLike[str] | Sequence[str | os.PathLike[str]]
+"""One adapter, or several to be added up: folders or hub ids."""
+
+
+def plan_merge(base: str | os.PathLike[str], adapter: Adapters, options: MergeOptions | None = None) -> MergePlan:
     """Settle everything that a merge would do, without writing anything.
 
     Args:
-        base: a folder or hub id of the 16-bit or float32 checkpoint that the adapter's 4-bit base was made from.
-        adapter: a folder or hub id of a PEFT LoRA adapter.
+        base: a folder or hub id: the 16-bit or float32 checkpoint that the adapter's 4-bit base was made from, or the base as
+            bitsandbytes stored it quantized.
+        adapter: a folder or hub id of a PEFT LoRA adapter, or several of them, whose weighted deltas are added.
 
     Raises:
         MergeError: anything that would keep the merge from being exactly right.
     """
     options = options or MergeOptions()
+    sources = [adapter] if isinstance(adapter, str | os.PathLike) else list(adapter)
+    weights = _weights(options.weights, len(sources))
+    if options.packing not in PACKINGS:
+        raise MergeError(f"expert packing {options.packing!r}: expected one of {', '.join(PACKINGS)}")
     base_folder = resolve_folder(os.fspath(base), "base", options.revision)
-    adapter_folder = resolve_folder(os.fspath(adapter), "adapter")
+    folders = [resolve_folder(os.fspath(source), "adapter", ignore=()) for source in sources]
     checkpoint = read_checkpoint(base_folder)
-    loaded = read_adapter(adapter_folder)
+    loaded = tuple(read_adapter(folder, base_is_residual=options.base_is_residual) for folder in folders)
     given = [*options.recipe] + (["quant_config"] if options.quant_config is not None else [])
     if given and not options.from_4bit:
         raise MergeError(f"{given[0]} was given, but the merge goes into the original weights; add --from-4bit")
     recipe = None
     if options.from_4bit:
-        recipe = find_recipe(options.recipe, options.quant_config, checkpoint.config, loaded.folder.path)
-    return make_plan(checkpoint, loaded, recipe, options.dtype, options.trust_remote_code)
+        recipe = find_recipe(options.recipe, options.quant_config, checkpoint.config, loaded[0].folder.path, loaded[0].named_base)
+    return make_plan(
+        checkpoint,
+        loaded,
+        weights,
+        recipe,
+        dtype=options.dtype,
+        packing=options.packing,
+        trust_remote_code=options.trust_remote_code,
+    )
+
+
+def _weights(given: tuple[float, ...] | None, count: int) -> tuple[float, ...]:
+    if count == 0:
+        raise MergeError("no adapter was given; expected at least one")
+    weights = (1.0,) * count if given is None else tuple(given)
+    if len(weights) != count or not all(math.isfinite(weight) for weight in weights):
+        raise MergeError(f"weights {', '.join(map(str, weights))}: expected {count} finite numbers, one for each adapter")
+    return weights
 
 
 def merge(
     base: str | os.PathLike[str],
-    adapter: str | os.PathLike[str],
+    adapter: Adapters,
     out: str | os.PathLike[str],
     options: MergeOptions | None = None,
     progress: Progress = no_progress,
@@ -117,19 +152,25 @@ def execute(
     check_disk(plan, target)
     jobs = options.jobs or os.cpu_count() or 1
     with staged_folder(target, overwrite=options.overwrite, marker=MANIFEST_FILE) as folder:
-        adapter_files = adapter_digests(plan.adapter.folder.path)
+        adapter_files = [adapter_digests(adapter.folder.path) for adapter in plan.adapters]
         written = write_plan(plan, folder, jobs=jobs, progress=progress)
-        if adapter_digests(plan.adapter.folder.path) != adapter_files:
-            raise MergeError(f"{plan.adapter.folder.path}: changed while it was merged; merge again when nothing writes to it")
+        for adapter, files in zip(plan.adapters, adapter_files, strict=True):
+            if adapter_digests(adapter.folder.path) != files:
+                raise MergeError(f"{adapter.folder.path}: changed while it was merged; merge again when nothing writes to it")
         base_files = {**written.base, **_base_documents(plan.base)}
+        artifacts = [Artifact.of(adapter.folder, files) for adapter, files in zip(plan.adapters, adapter_files, strict=True)]
         manifest = MergeManifest(
             plan.method,
             Artifact.of(plan.base.folder, base_files),
-            Artifact.of(plan.adapter.folder, adapter_files),
+            artifacts[0],
             plan.recipe,
             options.dtype,
             written.output,
             environment(),
+            tuple(artifacts[1:]),
+            plan.weights,
+            options.base_is_residual,
+            plan.packing,
         )
         write_side_file(SideFile(MANIFEST_FILE, "written", content=manifest.to_bytes()), folder)
     return MergeResult(target, manifest, plan)
@@ -146,7 +187,7 @@ def _base_documents(base: Checkpoint) -> dict[str, str]:
 
 
 def _check_apart(out: Path, plan: MergePlan) -> None:
-    for role, folder in (("base", plan.base.folder.path), ("adapter", plan.adapter.folder.path)):
+    for role, folder in (("base", plan.base.folder.path), *(("adapter", adapter.folder.path) for adapter in plan.adapters)):
         inside = out.resolve()
         if inside == folder.resolve() or folder.resolve() in inside.parents or inside in folder.resolve().parents:
             raise MergeError(f"{out}: lies in the {role}'s folder {folder} or around it; choose a folder apart from both")

@@ -20,9 +20,20 @@ BLOCK_SIZES = tuple(str(1 << power) for power in range(5, 13))
 
 @click.command("lora-merge", context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 110})
 @click.option(
-    "--base", required=True, metavar="BASE", help="Base checkpoint in 16-bit or float32 safetensors: a folder or a hub id."
+    "--base",
+    required=True,
+    metavar="BASE",
+    help="Base checkpoint in safetensors (16-bit, float32, bitsandbytes): a folder or a hub id.",
 )
-@click.option("--adapter", required=True, metavar="ADAPTER", help="PEFT LoRA adapter: a folder or a hub id.")
+@click.option(
+    "--adapter",
+    "adapters",
+    required=True,
+    multiple=True,
+    metavar="ADAPTER",
+    help="PEFT LoRA adapter: a folder or a hub id. Give it again to add up several.",
+)
+@click.option("--weights", metavar="W,W", help="Factor of each adapter's deltas, such as 0.7,0.3.  [default: 1 each]")
 @click.option("--out", required=True, metavar="OUT", help="Folder to create; it appears complete or not at all.")
 @click.option(
     "--from-4bit", is_flag=True, help="Merge through the dequantized 4-bit base, the weights a QLoRA adapter was trained on."
@@ -35,6 +46,24 @@ BLOCK_SIZES = tuple(str(1 << power) for power in range(5, 13))
 )
 @click.option(
     "--quant-config", metavar="FILE", help="JSON file with the recipe: quantization_recipe.json or a BitsAndBytesConfig."
+)
+@click.option(
+    "--quantized-modules",
+    metavar="NAMES",
+    help="Modules that were 4-bit in training, by commas: names, patterns with *, and 'default' for transformers' rule.",
+)
+@click.option(
+    "--base-is-residual",
+    is_flag=True,
+    help="BASE is the residual base that this PiSSA, OLoRA, CorDA, LoRA-GA or LoftQ adapter was trained with.",
+)
+@click.option(
+    "--expert-packing",
+    "packing",
+    type=click.Choice(["peft", "expert-major"]),
+    default="peft",
+    show_default=True,
+    help="How lora_B of fused experts is laid out: rank by rank (PEFT), or expert by expert (older Unsloth).",
 )
 @click.option("--dtype", type=click.Choice(FLOAT_TYPES), help="Type of the output.  [default: each tensor keeps its own]")
 @click.option(
@@ -49,7 +78,9 @@ BLOCK_SIZES = tuple(str(1 << power) for power in range(5, 13))
 @click.option("--quiet", is_flag=True, help="No progress and no notes; warnings and errors only.")
 @click.version_option(lora_merge.__version__, prog_name="lora-merge")
 @reports_errors
-def main(base: str, adapter: str, out: str, dry_run: bool, output_format: str, quiet: bool, device: str, **settings: Any) -> None:
+def main(
+    base: str, adapters: tuple[str, ...], out: str, dry_run: bool, output_format: str, quiet: bool, device: str, **settings: Any
+) -> None:
     """Merge a LoRA adapter into its base and write a checkpoint that any engine loads.
 
     With --from-4bit the base is first taken through the 4-bit quantization the adapter was trained on, so that the merged model
@@ -62,7 +93,7 @@ def main(base: str, adapter: str, out: str, dry_run: bool, output_format: str, q
     from lora_merge.merging import api
 
     options = _options(settings)
-    plan = api.plan_merge(base, adapter, options)
+    plan = api.plan_merge(base, adapters, options)
     _warn_of_recipe(plan)
     if dry_run:
         _print_plan(plan, options, output_format)
@@ -78,9 +109,23 @@ def _options(settings: dict[str, Any]) -> MergeOptions:
     from lora_merge.merging.api import MergeOptions
 
     recipe = {name: settings.pop(name) for name in ("quant_type", "double_quant", "block_size", "quant_dtype")}
+    modules, weights = settings.pop("quantized_modules"), settings.pop("weights")
+    if modules is not None:
+        recipe["quantized_modules"] = tuple(name.strip() for name in modules.split(",") if name.strip())
+    if weights is not None:
+        settings["weights"] = _numbers(weights)
     if recipe["block_size"] is not None:
         recipe["block_size"] = int(recipe["block_size"])
     return MergeOptions(recipe={name: value for name, value in recipe.items() if value is not None}, **settings)
+
+
+def _numbers(text: str) -> tuple[float, ...]:
+    try:
+        return tuple(float(part) for part in text.split(","))
+    except ValueError as error:
+        raise click.BadParameter(
+            f"{text!r}: expected numbers separated by commas, such as 0.7,0.3", param_hint="--weights"
+        ) from error
 
 
 def _warn_of_recipe(plan: MergePlan) -> None:
@@ -92,12 +137,15 @@ def _warn_of_recipe(plan: MergePlan) -> None:
 
 
 def _intention(plan: MergePlan) -> str:
-    merged = sum(1 for tensor in plan.tensors if tensor.operations)
-    through = (
-        f"through the 4-bit base ({plan.recipe.describe()}; {plan.recipe.source})" if plan.recipe else "into the original weights"
-    )
+    merged = sum(1 for tensor in plan.tensors if tensor.operations or tensor.target)
+    if plan.recipe:
+        through = f"through the 4-bit base ({plan.recipe.describe()}; {plan.recipe.source})"
+    else:
+        through = "into the original weights" if plan.method == "original-weights" else "through the 8-bit base"
     change = f"{merged} of {len(plan.tensors)} tensors change, {_size(plan.output_bytes)}"
-    return f"merging {len(plan.adapter.pairs)} updates {through}: {change}"
+    pieces = sum(len(adapter.pairs) + len(adapter.replacements) + len(adapter.token_rows) for adapter in plan.adapters)
+    untied = "; head and embedding are no longer equal: they are written apart (tie_word_embeddings false)" if plan.untied else ""
+    return f"merging {pieces} updates {through}: {change}{untied}"
 
 
 def _print_plan(plan: MergePlan, options: MergeOptions, output_format: str) -> None:
@@ -113,7 +161,9 @@ def _print_plan(plan: MergePlan, options: MergeOptions, output_format: str) -> N
             steps = " -> ".join(_step(operation.to_json()) for operation in tensor.operations) or (
                 "copied" if tensor.copied else f"cast from {tensor.source.dtype.torch_name}"
             )
-            click.echo(f"  {tensor.name} {list(tensor.source.shape)} {tensor.dtype.torch_name} {_size(tensor.nbytes)}: {steps}")
+            if tensor.target is not None:
+                steps = f"from {tensor.source.name}: {steps}"
+            click.echo(f"  {tensor.name} {list(tensor.shape)} {tensor.dtype.torch_name} {_size(tensor.nbytes)}: {steps}")
     for file in plan.side_files:
         click.echo(f"{file.name}: {file.origin}")
     if plan.recipe is not None:
@@ -125,9 +175,13 @@ def _print_plan(plan: MergePlan, options: MergeOptions, output_format: str) -> N
 
 
 def _step(operation: dict[str, Any]) -> str:
+    """One operation in a few words: its name and what sets it apart."""
     if operation["operation"] == "add low rank":
         return f"add rank {operation['rank']} x {operation['scaling']:g}"
-    return f"{operation['operation']} ({operation['recipe']})"
+    if operation["operation"] == "add low rank parts":
+        return f"add rank {operation['rank']} x {operation['scaling']:g} to {operation['parts']} {operation['what']}"
+    detail = next((operation[key] for key in ("recipe", "magnitude", "vector", "values") if key in operation), None)
+    return f"{operation['operation']} ({detail})" if detail else str(operation["operation"])
 
 
 def _print_result(result: MergeResult, output_format: str) -> None:

@@ -59,6 +59,11 @@ def folder_digests(folder: str | os.PathLike[str], progress: Progress = no_progr
         return dict(zip(names, digests, strict=True))
 
 
+ADAPTER_WEIGHTS = ("adapter_model.safetensors", "adapter_model.bin")
+
+
 def adapter_digests(folder: str | os.PathLike[str]) -> dict[str, str]:
     """What an adapter is known by: the digests of its configuration and its tensors, whatever else lies in its folder."""
-    return {name: file_digest(Path(folder) / name) for name in ("adapter_config.json", "adapter_model.safetensors")}
+    # The safetensors file counts where both are there, as for whoever reads the adapter.
+    weights = next((name for name in ADAPTER_WEIGHTS if (Path(folder) / name).is_file()), ADAPTER_WEIGHTS[0])
+    return {name: file_digest(Path(folder) / name) for name in ("adapter_config.json", weights)}

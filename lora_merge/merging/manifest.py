@@ -12,8 +12,9 @@ from typing import Any
 import lora_merge
 from lora_merge.merging.digests import root_digest
 from lora_merge.merging.errors import MergeError
+from lora_merge.merging.factors import PEFT_PACKING
 from lora_merge.merging.folders import ModelFolder, read_json
-from lora_merge.merging.plan import FROM_4BIT, ORIGINAL_WEIGHTS
+from lora_merge.merging.plan import METHODS
 from lora_merge.merging.quantization import QuantRecipe
 from lora_merge.merging.side_files import MANIFEST_FILE
 
@@ -74,7 +75,14 @@ class Artifact:
 
 @dataclass(frozen=True)
 class MergeManifest:
-    """The record of one merge; ``output.files`` lists every file of the folder but the manifest itself."""
+    """The record of one merge; ``output.files`` lists every file of the folder but the manifest itself.
+
+    Attributes:
+        adapter: the first adapter, and the only one unless ``more_adapters`` has others.
+        weights: the factor of each adapter's deltas.
+        base_is_residual: the user's word that the base is the residual one which the adapter was trained with.
+        packing: how lora_B of fused experts was read; see :data:`~lora_merge.merging.factors.PACKINGS`.
+    """
 
     method: str
     base: Artifact
@@ -83,6 +91,15 @@ class MergeManifest:
     dtype: str | None
     output: Mapping[str, str]
     environment: Mapping[str, str]
+    more_adapters: tuple[Artifact, ...] = ()
+    weights: tuple[float, ...] = (1.0,)
+    base_is_residual: bool = False
+    packing: str = PEFT_PACKING
+
+    @property
+    def adapters(self) -> tuple[Artifact, ...]:
+        """Every adapter, in the order of ``weights``."""
+        return (self.adapter, *self.more_adapters)
 
     def to_json(self) -> dict[str, Any]:
         """The manifest as it is written."""
@@ -93,6 +110,10 @@ class MergeManifest:
             "method": self.method,
             "base": self.base.to_json(),
             "adapter": self.adapter.to_json(),
+            "more_adapters": [adapter.to_json() for adapter in self.more_adapters],
+            "weights": list(self.weights),
+            "base_is_residual": self.base_is_residual,
+            "expert_packing": self.packing,
             "recipe": self.recipe.to_json() if self.recipe else None,
             "dtype": self.dtype,
             "output": {"files": {name: self.output[name] for name in sorted(self.output)}, "root": root_digest(self.output)},
@@ -116,8 +137,8 @@ def read_manifest(folder: str | Path) -> MergeManifest:
         raise MergeError(
             f"{path}: format {value.get('format')!r} version {value.get('version')!r}; expected {FORMAT!r} version {VERSION}"
         )
-    if value.get("method") not in (FROM_4BIT, ORIGINAL_WEIGHTS):
-        raise MergeError(f"{path}: method {value.get('method')!r}; expected {FROM_4BIT!r} or {ORIGINAL_WEIGHTS!r}")
+    if value.get("method") not in METHODS:
+        raise MergeError(f"{path}: method {value.get('method')!r}; expected one of {', '.join(METHODS)}")
     output = value.get("output")
     files = output.get("files") if isinstance(output, dict) else None
     if not isinstance(files, dict) or not isinstance(output, dict) or output.get("root") != root_digest(files):
@@ -131,6 +152,10 @@ def read_manifest(folder: str | Path) -> MergeManifest:
         value.get("dtype"),
         files,
         value.get("environment") or {},
+        tuple(Artifact.from_json(adapter, f"{path}: more_adapters") for adapter in value.get("more_adapters") or ()),
+        tuple(float(weight) for weight in value.get("weights") or (1.0,)),
+        bool(value.get("base_is_residual", False)),
+        str(value.get("expert_packing", PEFT_PACKING)),
     )
 
 

@@ -1,40 +1,89 @@
-"""Which modules of the base were quantized: transformers' own rule, replayed on a model without data."""
+"""Which modules of the base were quantized: transformers' own rule, replayed on a model without data, or what the user says."""
 
 from __future__ import annotations
 
-from typing import Any
+import fnmatch
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
 
+from lora_merge.merging.architecture import Architecture
 from lora_merge.merging.checkpoint import Checkpoint
 from lora_merge.merging.errors import MergeError
+from lora_merge.merging.experts import fused_tensor
+from lora_merge.merging.names import NameMap
 from lora_merge.merging.quantization import QuantRecipe
 
+RULE = "default"
+"""The word for transformers' rule in a list of quantized modules."""
 
-def quantized_tensors(base: Checkpoint, recipe: QuantRecipe, trust_remote_code: bool = False) -> frozenset[str]:
-    """Names of the base's weight tensors that bitsandbytes quantized when the adapter was trained.
+_EXPERT = re.compile(r".+\.experts\.\d+\..+\.weight")
+
+
+@dataclass(frozen=True)
+class QuantizedTensor:
+    """A base tensor that 4-bit layers held in training.
+
+    Attributes:
+        parts: how many layers of equal size its rows were; more than one for a stack of experts.
+        transposed: whether it is stored transposed against what was quantized.
+    """
+
+    parts: int = 1
+    transposed: bool = False
+
+
+def quantized_tensors(
+    base: Checkpoint, recipe: QuantRecipe, architecture: Architecture, experts_as_layers: bool | None = None
+) -> Mapping[str, QuantizedTensor]:
+    """The base's weight tensors that bitsandbytes quantized when the adapter was trained, by name.
+
+    Args:
+        experts_as_layers: whether each expert was a linear layer of its own, as in transformers 4, which quantized them; False
+        for
+            version 5, where they are fused parameters and stay as they are; None where the adapter does not tell.
 
     Raises:
-        MergeError: the architecture cannot be built, or a quantized module has no tensor in the base.
+        MergeError: the architecture cannot be built, a quantized module has no tensor in the base, or nothing tells whether
+        experts
+            were quantized.
     """
-    modules = recipe.quantized_modules
-    if modules is None:
-        modules = quantized_modules(base, recipe.skip_modules, trust_remote_code)
+    names = NameMap.of(base.tensors)
+    wanted = recipe.quantized_modules
+    modules: list[str] = []
+    if wanted is None or RULE in wanted:
+        modules += quantized_modules(architecture, recipe.skip_modules)
+        if wanted is None:
+            modules += _expert_layers(base, experts_as_layers)
+    for entry in wanted or ():
+        if entry != RULE:
+            modules += _selected(entry, names)
     if not modules:
         raise MergeError(
             f"base {base.folder.source}: no module of it would have been quantized under the recipe; "
             "a 4-bit base has at least one quantized linear layer"
         )
-    tensors = base.tensors
-    missing = [module for module in modules if f"{module}.weight" not in tensors]
+    found: dict[str, QuantizedTensor] = {}
+    missing: list[str] = []
+    for module in modules:
+        name = names.find(f"{module}.weight")
+        fused = fused_tensor(module, base.tensors, names) if name is None else None
+        if name is not None:
+            found[name] = QuantizedTensor(1, architecture.has_transposed_layers and architecture.is_transposed_layer(module))
+        elif fused is not None:
+            found[fused.name] = QuantizedTensor(fused.experts * fused.projections)
+        else:
+            missing.append(module)
     if missing:
         raise MergeError(
             f"base {base.folder.source}: module {missing[0]!r} was quantized in training but the base has no {missing[0]}.weight "
             f"({len(missing)} of {len(modules)} modules); the base and the recipe do not belong together"
         )
-    return frozenset(f"{module}.weight" for module in modules)
+    return found
 
 
-def quantized_modules(base: Checkpoint, skip_modules: tuple[str, ...] | None, trust_remote_code: bool) -> tuple[str, ...]:
-    """Names of the modules that transformers replaces by 4-bit ones when it loads ``base``.
+def quantized_modules(architecture: Architecture, skip_modules: tuple[str, ...] | None) -> tuple[str, ...]:
+    """Names of the modules that transformers replaces by 4-bit ones when it loads the base.
 
     By default it leaves out tied weights' modules, the last module, the output embedding and what the architecture keeps in
     float32; a given ``skip_modules`` *replaces* the first three. Source: ``transformers/quantizers/base.py`` (the functions are
@@ -45,7 +94,7 @@ def quantized_modules(base: Checkpoint, skip_modules: tuple[str, ...] | None, tr
     from transformers.quantizers.base import HfQuantizer
     from transformers.quantizers.quantizers_utils import should_convert_module
 
-    model = _model_without_data(base, trust_remote_code)
+    model = architecture.model
     skipped = HfQuantizer.get_modules_to_not_convert(
         model, list(skip_modules) if skip_modules is not None else None, model._keep_in_fp32_modules
     )
@@ -56,28 +105,28 @@ def quantized_modules(base: Checkpoint, skip_modules: tuple[str, ...] | None, tr
     )
 
 
-def _model_without_data(base: Checkpoint, trust_remote_code: bool) -> Any:
-    """The base's architecture on torch's meta device."""
-    import torch
-    import transformers
-
-    config_path = base.folder.path
-    if base.config.get("auto_map") and not trust_remote_code:
+def _expert_layers(base: Checkpoint, experts_as_layers: bool | None) -> list[str]:
+    """The experts' layers and routers of a checkpoint that stores experts one by one, if training had them as layers."""
+    experts = [name for name in base.tensors if _EXPERT.fullmatch(name)]
+    if not experts or experts_as_layers is False:
+        return []
+    if experts_as_layers is None:
         raise MergeError(
-            f"base {base.folder.source}: its architecture is Python code in the checkpoint (auto_map in config.json), which is "
-            "not run unless you pass --trust-remote-code; read that code first"
+            f"base {base.folder.source}: it has experts, such as {experts[0]}, which transformers 4 quantized as layers of "
+            "their own and "
+            f"transformers 5 leaves as they are; the adapter does not tell which trained it: give --quantized-modules {RULE} for "
+            f"version 5, or --quantized-modules '{RULE},*.experts.*,*.gate' for version 4"
         )
-    try:
-        config = transformers.AutoConfig.from_pretrained(config_path, trust_remote_code=trust_remote_code, local_files_only=True)
-        names = base.config.get("architectures") or [None]
-        with torch.device("meta"):
-            architecture = getattr(transformers, names[0], None) if isinstance(names[0], str) else None
-            if architecture is not None and not base.config.get("auto_map"):
-                return architecture(config)
-            return transformers.AutoModelForCausalLM.from_config(config, trust_remote_code=trust_remote_code)
-    # Building an architecture runs its own code on a configuration from outside, which can fail in any way.
-    except Exception as error:
-        raise MergeError(
-            f"base {base.folder.source}: transformers {transformers.__version__} cannot build its architecture "
-            f"({base.config.get('architectures') or base.config.get('model_type')}): {type(error).__name__}: {error}"
-        ) from error
+    routers = {f"{name.partition('.experts.')[0]}.gate.weight" for name in experts} & set(base.tensors)
+    return [name.removesuffix(".weight") for name in (*experts, *sorted(routers))]
+
+
+def _selected(entry: str, names: NameMap) -> list[str]:
+    """The modules that one entry of a list of quantized modules stands for: a name, or a pattern with ``*``."""
+    if "*" not in entry and "?" not in entry:
+        return [entry]
+    modules = [name.removesuffix(".weight") for name in sorted(names.names) if name.endswith(".weight")]
+    chosen = [module for module in modules if fnmatch.fnmatchcase(module, entry)]
+    if not chosen:
+        raise MergeError(f"quantized modules: pattern {entry!r} matches no module of the base")
+    return chosen

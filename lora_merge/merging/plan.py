@@ -1,56 +1,77 @@
-"""Joins base, adapter and recipe into a :class:`MergePlan`: for every output tensor, where it comes from and what is done to it.
+"""Joins base, adapters and recipe into a :class:`MergePlan`: for every output tensor, where it comes from and what is done to it.
 
-Planning touches headers only (and, for ``--from-4bit``, the architecture on the meta device). Every adapter tensor is consumed
-exactly once, or planning fails and names what is left.
+Planning touches headers only (and, where a question needs it, the architecture on the meta device). Every adapter tensor is
+consumed exactly once, or planning fails and names what is left.
 """
 
 from __future__ import annotations
 
-import difflib
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from lora_merge.merging.adapter import Adapter, LowRankPair
+from lora_merge.merging.adapter import Adapter
+from lora_merge.merging.architecture import Architecture
 from lora_merge.merging.checkpoint import Checkpoint
+from lora_merge.merging.completeness import check_no_module_missing
 from lora_merge.merging.dtypes import BY_TORCH_NAME, FLOATING, DType
 from lora_merge.merging.errors import MergeError
-from lora_merge.merging.modules import quantized_tensors
-from lora_merge.merging.operations import BLOCK_ELEMENTS, AddLowRank, Operation, RoundTrip
+from lora_merge.merging.experts import is_expert_layer
+from lora_merge.merging.factors import PEFT_PACKING
+from lora_merge.merging.modules import QuantizedTensor, quantized_tensors
+from lora_merge.merging.names import neutral
+from lora_merge.merging.operations import BLOCK_ELEMENTS, Operation, RoundTrip, matrix_shape, result_shape
+from lora_merge.merging.placement import Change, Placement
 from lora_merge.merging.quantization import QuantRecipe
-from lora_merge.merging.safetensors_file import TensorInfo, encode_header
-from lora_merge.merging.side_files import SideFile, plan_side_files
+from lora_merge.merging.safetensors_file import SafetensorsHeader, TensorInfo, encode_header
+from lora_merge.merging.side_files import ConfigChanges, SideFile, plan_side_files
+from lora_merge.merging.stored_state import StoredState, read_stored_state
+from lora_merge.merging.tying import EMBEDDINGS, find_tie, is_vocabulary, settle_tie
+from lora_merge.merging.updates import TransposedRoundTrip
 
 FROM_4BIT = "from-4bit"
+FROM_8BIT = "from-8bit"
 ORIGINAL_WEIGHTS = "original-weights"
+METHODS = (FROM_4BIT, FROM_8BIT, ORIGINAL_WEIGHTS)
 
 
 @dataclass(frozen=True)
 class TensorPlan:
-    """One output tensor: the base tensor it comes from, its type, and the operations in order (none: its bytes are copied)."""
+    """One output tensor: the tensor it comes from, its type, and the operations in order (none: its bytes are copied).
+
+    Attributes:
+        source: a tensor of the base, or one of an adapter that takes its place.
+        target: the output's name for it, where that is not the source's.
+    """
 
     source: TensorInfo
     dtype: DType
     operations: tuple[Operation, ...]
+    target: str | None = None
 
     @property
     def name(self) -> str:
-        return self.source.name
+        return self.target or self.source.name
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return result_shape(self.source, self.operations)
 
     @property
     def nbytes(self) -> int:
-        return math.prod(self.source.shape) * self.dtype.itemsize
+        return math.prod(self.shape) * self.dtype.itemsize
 
     @property
     def copied(self) -> bool:
-        """Whether the output holds the base's bytes unchanged."""
+        """Whether the output holds the source's bytes unchanged."""
         return not self.operations and self.dtype == self.source.dtype
 
 
 @dataclass(frozen=True)
 class ShardPlan:
-    """One output file, named like the base's, its tensors in the order of the base's bytes."""
+    """One output file, named like the base's, its tensors in the order of the base's bytes; a tensor that the base lacks comes
+    last."""
 
     file: str
     tensors: tuple[TensorPlan, ...]
@@ -58,7 +79,7 @@ class ShardPlan:
 
     @property
     def header(self) -> bytes:
-        return encode_header({tensor.name: (tensor.dtype, tensor.source.shape) for tensor in self.tensors}, self.metadata)
+        return encode_header({tensor.name: (tensor.dtype, tensor.shape) for tensor in self.tensors}, self.metadata)
 
 
 @dataclass(frozen=True)
@@ -66,19 +87,30 @@ class MergePlan:
     """Everything a merge will do, settled before the first byte is written.
 
     Attributes:
-        base, adapter: what is merged.
-        method: ``"from-4bit"`` or ``"original-weights"``.
+        base, adapters: what is merged.
+        weights: the factor of each adapter's deltas.
+        method: ``"from-4bit"``, ``"from-8bit"`` (a base that bitsandbytes stored in 8 bit) or ``"original-weights"``.
         recipe: the quantization recipe of ``"from-4bit"``, else None.
+        packing: how lora_B of fused experts was read; see :data:`~lora_merge.merging.factors.PACKINGS`.
+        untied: whether head and embedding stop being one tensor.
         shards: the weight files.
         side_files: configuration, tokenizer and the rest.
     """
 
     base: Checkpoint
-    adapter: Adapter
+    adapters: tuple[Adapter, ...]
+    weights: tuple[float, ...]
     method: str
     recipe: QuantRecipe | None
+    packing: str
+    untied: bool
     shards: tuple[ShardPlan, ...]
     side_files: tuple[SideFile, ...]
+
+    @property
+    def adapter(self) -> Adapter:
+        """The first adapter, and the only one unless :attr:`adapters` has more."""
+        return self.adapters[0]
 
     @property
     def tensors(self) -> tuple[TensorPlan, ...]:
@@ -109,13 +141,18 @@ class MergePlan:
         return {
             "method": self.method,
             "base": {"source": self.base.folder.source, "commit": self.base.folder.commit},
-            "adapter": {"source": self.adapter.folder.source, "commit": self.adapter.folder.commit},
+            "adapters": [
+                {"source": adapter.folder.source, "commit": adapter.folder.commit, "weight": weight}
+                for adapter, weight in zip(self.adapters, self.weights, strict=True)
+            ],
+            "untied": self.untied,
             "recipe": self.recipe.to_json() if self.recipe else None,
             "tensors": [
                 {
                     "name": tensor.name,
                     "file": shard.file,
-                    "shape": list(tensor.source.shape),
+                    "shape": list(tensor.shape),
+                    "source": tensor.source.name,
                     "source_dtype": tensor.source.dtype.torch_name,
                     "dtype": tensor.dtype.torch_name,
                     "bytes": tensor.nbytes,
@@ -131,62 +168,91 @@ class MergePlan:
 
 
 def _row_elements(tensor: TensorPlan) -> int:
-    return math.prod(tensor.source.shape[1:]) if len(tensor.source.shape) > 1 else 0
+    rows = matrix_shape(tensor.source, tensor.operations)[0]
+    return math.prod(tensor.shape) // max(rows, 1) if len(tensor.shape) > 1 else 0
 
 
 def _bound_bytes(tensor: TensorPlan) -> int:
-    total = 0
-    for operation in tensor.operations:
-        if isinstance(operation, AddLowRank):
-            total += 12 * (math.prod(operation.a.shape) + math.prod(operation.b.shape))
-        else:
-            total += 8 * math.prod(tensor.source.shape) // operation.recipe.block_size
-    return total
+    return sum(operation.bound_bytes(math.prod(tensor.shape)) for operation in tensor.operations)
 
 
 def make_plan(
     base: Checkpoint,
-    adapter: Adapter,
+    adapters: tuple[Adapter, ...],
+    weights: tuple[float, ...],
     recipe: QuantRecipe | None,
+    *,
     dtype: str | None = None,
+    packing: str = PEFT_PACKING,
     trust_remote_code: bool = False,
 ) -> MergePlan:
-    """Plan the merge of ``adapter`` into ``base``, through the 4-bit base where a ``recipe`` is given.
+    """Plan the merge of ``adapters`` into ``base``, through the quantized base where a ``recipe`` is given.
 
     Args:
+        weights: the factor of each adapter's deltas.
+        recipe: how the base was quantized; for a base that is stored quantized it only says that its stored state is meant.
         dtype: type of the output's floating tensors (``"bfloat16"``...); None keeps each tensor's own.
+        packing: how lora_B of fused experts is laid out.
 
     Raises:
         MergeError: an adapter tensor fits nothing, a shape does not match, a type cannot be merged, and so on.
     """
-    _refuse_quantized(base)
-    updates = _place_updates(base, adapter)
-    quantized = quantized_tensors(base, recipe, trust_remote_code) if recipe else frozenset()
-    target = _output_dtype(dtype)
+    architecture = Architecture(base, trust_remote_code)
+    stored = _stored_state(base, through_it=recipe is not None)
+    tie = find_tie(base)
+    placement = Placement(base, stored, architecture, tie, packing)
+    for adapter, weight in zip(adapters, weights, strict=True):
+        placement.place(adapter, weight, alone=len(adapters) == 1)
+        check_no_module_missing(adapter, base.tensors)
+    changes = placement.changes
+    untied = settle_tie(tie, changes, Change) if tie is not None else False
+    vocabulary = _check_vocabulary(base, placement)
+    quantized: Mapping[str, QuantizedTensor] = {}
+    if recipe is not None and not stored.decoders:
+        quantized = quantized_tensors(base, recipe, architecture, _experts_as_layers(adapters))
+    planner = _TensorPlanner(changes, stored, quantized, recipe, _output_dtype(dtype))
+    embedding = tie.embedding if tie is not None and untied and not tie.head_stored else None
     shards = tuple(
         ShardPlan(
             shard.path.name,
-            tuple(
-                _plan_tensor(tensor, target, recipe if tensor.name in quantized else None, updates) for tensor in shard.tensors
-            ),
+            planner.plan(shard) + (planner.head(shard, embedding, tie.head) if embedding and tie else ()),
             shard.metadata,
         )
         for shard in base.shards
     )
-    method = FROM_4BIT if recipe else ORIGINAL_WEIGHTS
-    weight_bytes = sum(tensor.nbytes for shard in shards for tensor in shard.tensors)
-    side_files = plan_side_files(base, adapter, dtype, weight_bytes, method, recipe)
-    return MergePlan(base, adapter, method, recipe, shards, side_files)
+    method = ORIGINAL_WEIGHTS if recipe is None else FROM_8BIT if _is_8bit(base) else FROM_4BIT
+    if method == FROM_8BIT:
+        recipe = None
+    changed = ConfigChanges(dtype, untied, vocabulary)
+    side_files = plan_side_files(
+        base, adapters, changed, {s.file: [(t.name, t.nbytes) for t in s.tensors] for s in shards}, method, recipe
+    )
+    return MergePlan(base, adapters, weights, method, recipe, packing, untied, shards, side_files)
 
 
-def _refuse_quantized(base: Checkpoint) -> None:
+def _stored_state(base: Checkpoint, *, through_it: bool) -> StoredState:
     quantization = base.config.get("quantization_config")
-    if quantization:
-        kind = quantization.get("quant_method") if isinstance(quantization, dict) else quantization
+    if not quantization:
+        return StoredState({}, frozenset())
+    kind = quantization.get("quant_method", "bitsandbytes") if isinstance(quantization, dict) else quantization
+    if kind != "bitsandbytes":
         raise MergeError(
-            f"base {base.folder.source}: is already quantized ({kind}, quantization_config in config.json); "
+            f"base {base.folder.source}: is quantized by {kind} (quantization_config in config.json), which is not read; "
             "give the 16-bit checkpoint it was made from"
         )
+    stored = read_stored_state(base.tensors, str(base.config.get("dtype") or base.config.get("torch_dtype")))
+    if stored.decoders and not through_it:
+        raise MergeError(
+            f"base {base.folder.source}: is already quantized (bitsandbytes, quantization_config in config.json); add "
+            "--from-4bit to merge "
+            "through its stored state, or give the 16-bit checkpoint it was made from"
+        )
+    return stored
+
+
+def _is_8bit(base: Checkpoint) -> bool:
+    quantization = base.config.get("quantization_config")
+    return isinstance(quantization, dict) and bool(quantization.get("load_in_8bit", quantization.get("_load_in_8bit", False)))
 
 
 def _output_dtype(dtype: str | None) -> DType | None:
@@ -195,56 +261,76 @@ def _output_dtype(dtype: str | None) -> DType | None:
     found = BY_TORCH_NAME.get(dtype)
     if found is None or found.name not in FLOATING:
         raise MergeError(
-            f"dtype {dtype!r}: expected one of {', '.join(name for name, known in BY_TORCH_NAME.items() if known.name in FLOATING)}"
+            f"dtype {dtype!r}: expected one of "
+            f"{', '.join(name for name, known in BY_TORCH_NAME.items() if known.name in FLOATING)}"
         )
     return found
 
 
-def _place_updates(base: Checkpoint, adapter: Adapter) -> dict[str, LowRankPair]:
-    """Base tensor name -> the adapter's update of it; every update finds exactly one tensor."""
-    tensors = base.tensors
-    placed: dict[str, LowRankPair] = {}
-    for pair in adapter.pairs:
-        name = f"{pair.module}.weight"
-        if name not in tensors:
-            raise MergeError(_no_counterpart(pair, base, name))
-        weight = tensors[name]
-        expected = (pair.b.shape[0], pair.a.shape[1])
-        if weight.shape != expected:
-            raise MergeError(
-                f"{pair.a.path}: the update of {pair.module} has shape {list(expected)}, the base's {name} has "
-                f"{list(weight.shape)}; is {base.folder.source} the base it was trained on ({adapter.named_base or 'not recorded'})?"
-            )
-        if weight.dtype.name not in FLOATING:
-            raise MergeError(
-                f"{weight.path}: {name} is of type {weight.dtype.name}, expected one of {', '.join(FLOATING)}; "
-                "merge into the 16-bit checkpoint that this one was made from"
-            )
-        placed[name] = pair
-    return placed
+def _experts_as_layers(adapters: tuple[Adapter, ...]) -> bool | None:
+    """Whether training had a layer for each expert: what the adapters' own names tell."""
+    if any(is_expert_layer(pair.module) for adapter in adapters for pair in adapter.pairs):
+        return True
+    return False if any(adapter.settings.names("target_parameters") for adapter in adapters) else None
 
 
-def _no_counterpart(pair: LowRankPair, base: Checkpoint, name: str) -> str:
-    if base.config.get("tie_word_embeddings", True) and pair.module.rpartition(".")[2] == "lm_head":
-        hint = "the head shares the embedding's tensor in this base, and this version does not untie them"
-    else:
-        near = difflib.get_close_matches(name, list(base.tensors), n=1)
-        hint = f"the nearest name is {near[0]}" if near else "no name of the base resembles it"
-    return f"{pair.a.path}: module {pair.module!r} has no tensor {name} in base {base.folder.source}; {hint}"
+def _check_vocabulary(base: Checkpoint, placement: Placement) -> int | None:
+    """The new size of the vocabulary, where it was resized; every tensor with a row a token has to agree."""
+    names = [name for name in {**base.tensors, **placement.changes} if is_vocabulary(name)]
+    rows = {name: placement.shape(name)[0] for name in names}
+    resized = [change.replacement for name in names if (change := placement.changes.get(name)) and change.replacement]
+    if not resized:
+        return None
+    if len(set(rows.values())) > 1:
+        sizes = ", ".join(f"{name} {count}" for name, count in sorted(rows.items()))
+        raise MergeError(
+            f"{resized[0].tensor.path}: the vocabulary was resized, but not everywhere: rows of {sizes}; save the adapter with "
+            "save_embedding_layers=True"
+        )
+    embedding = next((name for name in names if neutral(name) in EMBEDDINGS and name in base.tensors), None)
+    size = next(iter(rows.values()))
+    return size if embedding is not None and base.tensors[embedding].shape[0] != size else None
 
 
-def _plan_tensor(
-    tensor: TensorInfo, target: DType | None, recipe: QuantRecipe | None, updates: Mapping[str, LowRankPair]
-) -> TensorPlan:
-    dtype = target if target is not None and tensor.dtype.name in FLOATING else tensor.dtype
-    operations: list[Operation] = []
-    if recipe is not None:
+@dataclass(frozen=True)
+class _TensorPlanner:
+    changes: Mapping[str, Change]
+    stored: StoredState
+    quantized: Mapping[str, QuantizedTensor]
+    recipe: QuantRecipe | None
+    target: DType | None
+
+    def plan(self, shard: SafetensorsHeader) -> tuple[TensorPlan, ...]:
+        """The output tensors of a base file."""
+        return tuple(self._plan(tensor, tensor.name) for tensor in shard.tensors if tensor.name not in self.stored.parts)
+
+    def head(self, shard: SafetensorsHeader, embedding: str, head: str) -> tuple[TensorPlan, ...]:
+        """The head that gets a tensor of its own, in the file of the embedding."""
+        return tuple(self._plan(tensor, head) for tensor in shard.tensors if tensor.name == embedding)
+
+    def _plan(self, tensor: TensorInfo, name: str) -> TensorPlan:
+        change = self.changes.get(name)
+        decoder = self.stored.decoders.get(name)
+        own = decoder.dtype if decoder is not None else tensor.dtype
+        dtype = self.target if self.target is not None and own.name in FLOATING else own
+        operations = tuple(change.operations) if change else ()
+        if change is not None and change.replacement is not None:
+            if not change.replacement.trained and (name in self.quantized or decoder is not None):
+                raise MergeError(
+                    f"{change.replacement.tensor.path}: {change.replacement.tensor.name!r} replaces {name}, a 4-bit layer in "
+                    "training"
+                )
+            return TensorPlan(change.replacement.tensor, dtype, operations, name)
+        if decoder is not None:
+            operations = (decoder, *operations)
+        elif name in self.quantized:
+            operations = (self._round_trip(tensor, self.quantized[name]), *operations)
+        return TensorPlan(tensor, dtype, operations, name if name != tensor.name else None)
+
+    def _round_trip(self, tensor: TensorInfo, how: QuantizedTensor) -> Operation:
         if tensor.dtype.name not in FLOATING:
             raise MergeError(
                 f"{tensor.path}: {tensor.name} is of type {tensor.dtype.name}, expected one of {', '.join(FLOATING)} to quantize"
             )
-        operations.append(RoundTrip(recipe))
-    if tensor.name in updates:
-        pair = updates[tensor.name]
-        operations.append(AddLowRank(pair.a, pair.b, pair.scaling))
-    return TensorPlan(tensor, dtype, tuple(operations))
+        assert self.recipe is not None, "tensors are quantized under a recipe only"
+        return TransposedRoundTrip(self.recipe) if how.transposed else RoundTrip(self.recipe, how.parts)

@@ -14,6 +14,7 @@ from typing import Any
 from lora_merge.merging.errors import MergeError
 from lora_merge.merging.folders import read_json
 from lora_merge.merging.quantization import ASSUMED, RECIPE_FIELDS, QuantRecipe
+from lora_merge.merging.trainers import leftover_recipe
 
 RECIPE_FILE = "quantization_recipe.json"
 _FORMAT = "lora-merge/quantization-recipe"
@@ -25,23 +26,28 @@ def find_recipe(
     quant_config: str | os.PathLike[str] | None,
     base_config: Mapping[str, Any],
     adapter_folder: Path,
+    named_base: str | None = None,
 ) -> QuantRecipe:
     """Settle every setting of the recipe by the first source that knows it.
 
     The order is: settings ``given`` one by one; the file ``quant_config``; the base's own bitsandbytes configuration; the record
-    beside the adapter; the usual QLoRA recipe, marked as assumed.
+    beside the adapter; what its trainer left there; the usual QLoRA recipe, marked as assumed.
+
+    Args:
+        named_base: the base that the adapter's configuration names.
     """
     unknown = set(given) - set(RECIPE_FIELDS)
     if unknown:
         raise MergeError(f"recipe setting {min(unknown)!r}: expected one of {', '.join(RECIPE_FIELDS)}")
     settings = dict(given)
     origins = dict.fromkeys(given, "given explicitly")
-    sources = (
-        _recipe_in_file(Path(quant_config)) if quant_config is not None else None,
-        recipe_of_config(base_config),
-        read_recipe(adapter_folder),
-    )
-    for found in sources:
+    own, recorded = recipe_of_config(base_config), read_recipe(adapter_folder)
+    sources = (_recipe_in_file(Path(quant_config)) if quant_config is not None else None, own, recorded)
+    # Leftovers are hints; where something was meant as a record, they are not asked. A base's name tells nothing more than its
+    # modules, once those are given.
+    named_base = None if "quantized_modules" in given else named_base
+    hints = leftover_recipe(adapter_folder, named_base) if all(source is None for source in sources) else None
+    for found in (*sources, hints):
         if found is not None:
             for name, origin in found.origins.items():
                 if name in RECIPE_FIELDS and name not in settings:

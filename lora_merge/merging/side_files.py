@@ -7,6 +7,7 @@ base's. Everything else comes from the base. What describes other weights than o
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -53,34 +54,75 @@ class SideFile:
         return {"name": self.name, "origin": self.origin, "bytes": self.nbytes}
 
 
+@dataclass(frozen=True)
+class ConfigChanges:
+    """What ``config.json`` has to say differently from the base's.
+
+    Attributes:
+        dtype: the output's floating type; None keeps what is there.
+        untied: whether head and embedding stopped being one tensor.
+        vocabulary: rows of a resized vocabulary, else None.
+    """
+
+    dtype: str | None = None
+    untied: bool = False
+    vocabulary: int | None = None
+
+
 def plan_side_files(
-    base: Checkpoint, adapter: Adapter, dtype: str | None, weight_bytes: int, method: str, recipe: QuantRecipe | None
+    base: Checkpoint,
+    adapters: tuple[Adapter, ...],
+    changes: ConfigChanges,
+    contents: Mapping[str, Sequence[tuple[str, int]]],
+    method: str,
+    recipe: QuantRecipe | None,
 ) -> tuple[SideFile, ...]:
-    """Settle every file beside the weights, in the order of their names."""
+    """Settle every file beside the weights, in the order of their names.
+
+    Args:
+        contents: weight file -> names and bytes of its tensors.
+    """
     files: dict[str, SideFile] = {}
     for path in sorted(base.folder.path.iterdir()):
         if path.is_file() and path.name not in _NEVER_COPIED and not path.name.endswith(_WEIGHT_SUFFIXES) and path.name[0] != ".":
             files[path.name] = SideFile(path.name, "base", source=path)
-    for name in TOKENIZER_FILES:
-        path = adapter.folder.path / name
-        if path.is_file():
-            files[name] = SideFile(name, "adapter", source=path)
-    files[CONFIG_FILE] = _config(base, dtype)
+    for adapter in reversed(adapters):
+        for name in TOKENIZER_FILES:
+            path = adapter.folder.path / name
+            if path.is_file():
+                files[name] = SideFile(name, "adapter", source=path)
+    files[CONFIG_FILE] = _config(base, changes)
     if base.index is not None:
-        files[INDEX_FILE] = _index(base, weight_bytes)
-    files[CARD_FILE] = SideFile(CARD_FILE, "written", content=_model_card(base, adapter, method, recipe).encode())
+        files[INDEX_FILE] = _index(base, contents)
+    files[CARD_FILE] = SideFile(CARD_FILE, "written", content=_model_card(base, adapters, method, recipe).encode())
     return tuple(files[name] for name in sorted(files))
 
 
-def _config(base: Checkpoint, dtype: str | None) -> SideFile:
+def _config(base: Checkpoint, changes: ConfigChanges) -> SideFile:
     config = dict(base.config)
     config.pop("quantization_config", None)
-    if dtype is not None:
+    if changes.dtype is not None:
         # transformers 5 writes "dtype", 4 wrote "torch_dtype"; nested text configurations repeat it.
-        _set_dtype(config, dtype)
+        _set_dtype(config, changes.dtype)
+    if changes.untied:
+        _set_everywhere(config, "tie_word_embeddings", False)
+    if changes.vocabulary is not None:
+        _set_everywhere(config, "vocab_size", changes.vocabulary)
     if config == base.config:
         return SideFile(CONFIG_FILE, "base", source=base.folder.path / CONFIG_FILE)
     return SideFile(CONFIG_FILE, "base, adapted", content=_json_bytes(config))
+
+
+def _set_everywhere(config: dict[str, Any], key: str, value: Any) -> None:
+    """Set ``key`` where the configuration has it; where it has it nowhere, at the top and for the text model."""
+    text = config.get("text_config")
+    nested = dict(text) if isinstance(text, dict) else None
+    nowhere = key not in config and key not in (nested or {})
+    if key in config or nowhere:
+        config[key] = value
+    if nested is not None and (key in nested or nowhere):
+        nested[key] = value
+        config["text_config"] = nested
 
 
 def _set_dtype(config: dict[str, Any], dtype: str) -> None:
@@ -93,11 +135,15 @@ def _set_dtype(config: dict[str, Any], dtype: str) -> None:
             config[name] = nested
 
 
-def _index(base: Checkpoint, weight_bytes: int) -> SideFile:
+def _index(base: Checkpoint, contents: Mapping[str, Sequence[tuple[str, int]]]) -> SideFile:
     index = dict(base.index or {})
     metadata = dict(index.get("metadata") or {})
-    metadata["total_size"] = weight_bytes
+    metadata["total_size"] = sum(nbytes for tensors in contents.values() for _, nbytes in tensors)
     index["metadata"] = metadata
+    # The order of the base's index is kept, so that only what differs differs.
+    here = {name: file for file, tensors in contents.items() for name, _ in tensors}
+    known = [name for name in index.get("weight_map", {}) if name in here]
+    index["weight_map"] = {name: here[name] for name in dict.fromkeys([*known, *here])}
     return SideFile(INDEX_FILE, "base, adapted", content=_json_bytes(index))
 
 
@@ -105,8 +151,8 @@ def _json_bytes(value: Any) -> bytes:
     return (json.dumps(value, indent=2, ensure_ascii=False) + "\n").encode()
 
 
-def _model_card(base: Checkpoint, adapter: Adapter, method: str, recipe: QuantRecipe | None) -> str:
-    base_name = adapter.named_base or base.folder.source
+def _model_card(base: Checkpoint, adapters: tuple[Adapter, ...], method: str, recipe: QuantRecipe | None) -> str:
+    base_name = adapters[0].named_base or base.folder.source
     how = (
         f"The base was taken through the 4-bit quantization the adapter was trained on ({recipe.describe()}; {recipe.source})."
         if recipe

@@ -44,7 +44,7 @@ class WrittenFiles:
 
 @dataclass(frozen=True)
 class _BaseFile:
-    """An open base shard."""
+    """An open file with tensors: a base shard, or an adapter whose tensors take the place of base tensors."""
 
     path: Path
     descriptor: int
@@ -139,18 +139,15 @@ class _Survey:
     """
 
     def __init__(self, path: Path, tensors: tuple[TensorPlan, ...]) -> None:
-        try:
-            self._file = _BaseFile(path, os.open(path, os.O_RDONLY))
-        except OSError as error:
-            raise MergeError(f"{path}: cannot be read: {error.strerror or error}") from error
+        self._file = _opened(path)
+        self._others: dict[Path, _BaseFile] = {}
         self._identity = _identity(self._file)
         self._tensors = tensors
         self._hasher = hashlib.sha256()
+        self._hashed = 0
         self._thread = ThreadPoolExecutor(1)
 
     def __iter__(self) -> Iterator[BoundTensor]:
-        start = self._tensors[0].source.start if self._tensors else os.fstat(self._file.descriptor).st_size
-        head: Future[None] = self._thread.submit(self._hash_range, 0, start)
         ahead: deque[Future[BoundTensor]] = deque()
         for tensor in self._tensors:
             ahead.append(self._thread.submit(self._bind, tensor))
@@ -158,10 +155,11 @@ class _Survey:
                 yield ahead.popleft().result()
         while ahead:
             yield ahead.popleft().result()
-        head.result()
+        # What no output tensor came from: quantization states, tensors that an adapter's take the place of.
+        self._thread.submit(self._hash_to, os.fstat(self._file.descriptor).st_size).result()
 
     def reader(self, bound: BoundTensor) -> _RowReader:
-        return _RowReader(self._file, bound.source, bound.columns)
+        return _RowReader(self._file_of(bound.source), bound.source, bound.source_columns)
 
     def digest(self) -> str:
         """Hexadecimal SHA-256 of the whole file; raises where the file changed since it was opened."""
@@ -171,33 +169,50 @@ class _Survey:
 
     def close(self) -> None:
         self._thread.shutdown(cancel_futures=True)
-        os.close(self._file.descriptor)
+        for file in (self._file, *self._others.values()):
+            os.close(file.descriptor)
+
+    def _file_of(self, source: TensorInfo) -> _BaseFile:
+        return self._file if source.path == self._file.path else self._others[source.path]
 
     def _bind(self, tensor: TensorPlan) -> BoundTensor:
         source = tensor.source
-        hashed = False
+        if source.path != self._file.path and source.path not in self._others:
+            self._others[source.path] = _opened(source.path)
+        file = self._file_of(source)
+        if file is self._file:
+            self._hash_to(source.start)
 
         def read_rows(start: int, stop: int) -> NDArray[Any]:
-            nonlocal hashed
-            hashed = True
-            values = self._file.read_rows(source, columns, start, stop)
-            self._hasher.update(bytes_of(values))
+            values = file.read_rows(source, columns, start, stop)
+            # The first look at a tensor goes through it in order, and so hashes it in passing.
+            if file is self._file and self._hashed == source.start + start * columns * source.dtype.itemsize:
+                self._hasher.update(bytes_of(values))
+                self._hashed += values.nbytes
             return values
 
-        columns = matrix_shape(source)[1]
+        columns = matrix_shape(source, tensor.operations)[1]
         bound = bind(source, tensor.dtype, tensor.operations, read_rows)
-        if not hashed:
+        if file is self._file:
             # Nothing of it was needed in advance; the workers' own reads of it find it in the page cache.
-            self._hash_range(source.start, source.start + source.nbytes)
+            self._hash_to(source.start + source.nbytes)
         return bound
 
-    def _hash_range(self, start: int, stop: int) -> None:
-        buffer = bytearray(min(_CHUNK, max(stop - start, 1)))
-        while start < stop:
-            part = memoryview(buffer)[: min(len(buffer), stop - start)]
-            read_exactly(self._file.descriptor, start, part, self._file.path)
+    def _hash_to(self, stop: int) -> None:
+        """Hash on to byte ``stop`` of the base's file, if that is ahead."""
+        buffer = bytearray(min(_CHUNK, max(stop - self._hashed, 1)))
+        while self._hashed < stop:
+            part = memoryview(buffer)[: min(len(buffer), stop - self._hashed)]
+            read_exactly(self._file.descriptor, self._hashed, part, self._file.path)
             self._hasher.update(part)
-            start += len(part)
+            self._hashed += len(part)
+
+
+def _opened(path: Path) -> _BaseFile:
+    try:
+        return _BaseFile(path, os.open(path, os.O_RDONLY))
+    except OSError as error:
+        raise MergeError(f"{path}: cannot be read: {error.strerror or error}") from error
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,90 @@
+"""What only the model's class knows: which layers are stored transposed, how experts are laid out, what a convolution does.
+
+The class is built on torch's meta device, without data, and only when a question needs it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+from lora_merge.merging.checkpoint import Checkpoint
+from lora_merge.merging.errors import MergeError
+from lora_merge.merging.names import neutral
+
+CONV1D_MODELS = frozenset(["clvp", "decision_transformer", "gpt2", "imagegpt", "openai-gpt"])
+"""Model types whose linear layers are transformers' ``Conv1D``, stored (in_features, out_features)."""
+
+
+@dataclass(frozen=True)
+class Architecture:
+    """The base's model class; every question builds it on first use."""
+
+    base: Checkpoint
+    trust_remote_code: bool = False
+
+    @cached_property
+    def model(self) -> Any:
+        """The model on the meta device."""
+        return _model_without_data(self.base, self.trust_remote_code)
+
+    @cached_property
+    def _modules(self) -> dict[str, Any]:
+        return {neutral(name): module for name, module in self.model.named_modules()}
+
+    def module(self, path: str) -> Any:
+        """The module that is called ``path`` in some version of the model, or None."""
+        return self._modules.get(neutral(path))
+
+    @property
+    def has_transposed_layers(self) -> bool:
+        """Whether any layer may be a ``Conv1D``; answered without building."""
+        return self.base.config.get("model_type") in CONV1D_MODELS
+
+    def is_transposed_layer(self, path: str) -> bool:
+        """Whether the layer stores its weight (in_features, out_features)."""
+        from transformers.pytorch_utils import Conv1D
+
+        return isinstance(self.module(path), Conv1D)
+
+    def check_convolution(self, path: str, where: str) -> None:
+        """Raise unless adding a kernel to the convolution's is the same as running both."""
+        module = self.module(path)
+        if module is None or not hasattr(module, "dilation"):
+            raise MergeError(
+                f"{where}: {path!r} has the tensors of a convolution, which the base's architecture does not have there"
+            )
+        if any(size != 1 for size in module.dilation) or module.padding_mode != "zeros" or module.groups != 1:
+            raise MergeError(
+                f"{where}: convolution {path!r} has dilation {module.dilation}, padding {module.padding_mode!r} and "
+                f"{module.groups} "
+                "groups; PEFT adapts it by a convolution without them, which no one kernel computes"
+            )
+
+
+def _model_without_data(base: Checkpoint, trust_remote_code: bool) -> Any:
+    """The base's architecture on torch's meta device."""
+    import torch
+    import transformers
+
+    config_path = base.folder.path
+    if base.config.get("auto_map") and not trust_remote_code:
+        raise MergeError(
+            f"base {base.folder.source}: its architecture is Python code in the checkpoint (auto_map in config.json), which is "
+            "not run unless you pass --trust-remote-code; read that code first"
+        )
+    try:
+        config = transformers.AutoConfig.from_pretrained(config_path, trust_remote_code=trust_remote_code, local_files_only=True)
+        names = base.config.get("architectures") or [None]
+        with torch.device("meta"):
+            architecture = getattr(transformers, names[0], None) if isinstance(names[0], str) else None
+            if architecture is not None and not base.config.get("auto_map"):
+                return architecture(config)
+            return transformers.AutoModelForCausalLM.from_config(config, trust_remote_code=trust_remote_code)
+    # Building an architecture runs its own code on a configuration from outside, which can fail in any way.
+    except Exception as error:
+        raise MergeError(
+            f"base {base.folder.source}: transformers {transformers.__version__} cannot build its architecture "
+            f"({base.config.get('architectures') or base.config.get('model_type')}): {type(error).__name__}: {error}"
+        ) from error

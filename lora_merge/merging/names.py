@@ -1,0 +1,73 @@
+"""Finds a base tensor by the name that another version or class of the same model gives it.
+
+transformers has renamed the parts of vision-language models (``language_model.model.`` became ``model.language_model.``),
+saves some checkpoints without the prefix of the headless model, and trains text-only classes on full checkpoints. A merge
+keeps the base's own names; the adapter's are brought to one neutral form, and so are the base's. An exact match comes first,
+and a neutral form that two tensors share is no match.
+"""
+
+from __future__ import annotations
+
+import difflib
+import re
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+# What can stand in front of the decoder's own names ("layers.0...", "embed_tokens"), longest first.
+_DECODER_PREFIXES = (
+    "model.language_model.model.",
+    "language_model.model.",
+    "model.language_model.",
+    "model.text_model.",
+    "language_model.",
+    "text_model.",
+    "transformer.",
+    "model.",
+)
+# A vision tower's inner model lost its own name on the way to transformers 5.
+_INNER = re.compile(r"(?<=\.)vision_model\.")
+# Parts of layers that only changed their name.
+_RENAMED = ((re.compile(r"(?<=\.)block_sparse_moe\."), "mlp."),)
+
+
+def neutral(name: str) -> str:
+    """``name`` without what differs between versions and classes of one architecture."""
+    for prefix in _DECODER_PREFIXES:
+        if name.startswith(prefix):
+            name = name.removeprefix(prefix)
+            break
+    name = _INNER.sub("", name)
+    for pattern, replacement in _RENAMED:
+        name = pattern.sub(replacement, name)
+    return name
+
+
+@dataclass(frozen=True)
+class NameMap:
+    """The names of a base's tensors, to be found by other names of theirs."""
+
+    names: frozenset[str]
+    by_neutral: dict[str, tuple[str, ...]]
+
+    @classmethod
+    def of(cls, names: Iterable[str]) -> NameMap:
+        by_neutral: dict[str, tuple[str, ...]] = {}
+        for name in names:
+            key = neutral(name)
+            by_neutral[key] = (*by_neutral.get(key, ()), name)
+        return cls(frozenset(name for group in by_neutral.values() for name in group), by_neutral)
+
+    def find(self, name: str) -> str | None:
+        """The base's name of the tensor called ``name`` elsewhere; None where there is none, or more than one."""
+        if name in self.names:
+            return name
+        found = self.by_neutral.get(neutral(name), ())
+        return found[0] if len(found) == 1 else None
+
+    def nearest(self, name: str) -> str:
+        """A hint for an error: which of the base's names comes closest."""
+        shared = self.by_neutral.get(neutral(name), ())
+        if len(shared) > 1:
+            return f"it could be {shared[0]} or {shared[1]}"
+        near = difflib.get_close_matches(name, sorted(self.names), n=1)
+        return f"the nearest name is {near[0]}" if near else "no name of the base resembles it"

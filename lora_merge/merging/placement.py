@@ -1,0 +1,243 @@
+"""Brings every piece of an adapter to the base tensor that it changes; a piece without exactly one place is an error."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+
+from lora_merge.merging.adapter import Adapter, LowRankPair, Replacement, TokenRows
+from lora_merge.merging.architecture import Architecture
+from lora_merge.merging.checkpoint import Checkpoint
+from lora_merge.merging.dtypes import FLOATING
+from lora_merge.merging.errors import MergeError
+from lora_merge.merging.experts import fused_tensor, place_expert_layers, place_parameter, targeted_parameters
+from lora_merge.merging.factors import Whole
+from lora_merge.merging.names import NameMap
+from lora_merge.merging.operations import AddLowRank, Operation, result_shape
+from lora_merge.merging.safetensors_file import TensorInfo
+from lora_merge.merging.stored_state import StoredState
+from lora_merge.merging.tying import Tie, is_vocabulary
+from lora_merge.merging.updates import AddVector, ReplaceRows, RescaleColumns, RescaleRows
+
+_ATTENTION_OUTPUT = re.compile(r"(?P<attention>.+)\.base_layer\.out_proj")
+
+
+@dataclass
+class Change:
+    """What happens to one tensor: new values in its place, then operations in order."""
+
+    replacement: Replacement | None = None
+    operations: list[Operation] = field(default_factory=list)
+
+
+class Placement:
+    """The changes of one or more adapters, by the name of the tensor in the output.
+
+    Attributes:
+        changes: filled by :meth:`place`.
+    """
+
+    def __init__(self, base: Checkpoint, stored: StoredState, architecture: Architecture, tie: Tie | None, packing: str) -> None:
+        self.base = base
+        self.changes: dict[str, Change] = {}
+        self._tensors = {name: tensor for name, tensor in base.tensors.items() if name not in stored.parts}
+        self._stored = stored
+        self._names = NameMap.of([*self._tensors, *([tie.head] if tie and not tie.head_stored else [])])
+        self._architecture = architecture
+        self._tie = tie
+        self._packing = packing
+
+    def place(self, adapter: Adapter, weight: float, *, alone: bool) -> None:
+        """Add the pieces of ``adapter``, its deltas times ``weight``. ``alone``: whether no other adapter is merged."""
+        if not alone:
+            _check_combinable(adapter)
+        for replacement in adapter.replacements:
+            self._place_replacement(replacement, adapter)
+        parameters = targeted_parameters(adapter, self._architecture)
+        expert_layers: list[tuple[LowRankPair, float]] = []
+        paths = []
+        for pair in adapter.pairs:
+            module, parameter = parameters.get(pair.module, (pair.module, ""))
+            path = f"{module}.{parameter}" if parameter else module
+            paths.append(path)
+            _check_rank(pair, path, adapter, experts=bool(parameter))
+            scaling = adapter.settings.scaling(path) * weight
+            if parameter:
+                placed = place_parameter(
+                    pair, module, parameter, scaling, self._packing, self._tensors, self._names, self._architecture
+                )
+                for name, operation in placed.items():
+                    self._check_float(name, pair.a)
+                    self._add(name, operation)
+            elif self._names.find(f"{module}.weight") is None and fused_tensor(module, self._tensors, self._names):
+                expert_layers.append((pair, scaling))
+            else:
+                self._place_pair(pair, scaling, adapter)
+        for name, operation in place_expert_layers(expert_layers, self._tensors, self._names).items():
+            self._check_float(name, expert_layers[0][0].a)
+            self._add(name, operation)
+        adapter.settings.check_patterns(tuple(paths))
+        for rows in adapter.token_rows:
+            self._place_rows(rows, adapter)
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        """Shape of the tensor ``name`` of the output, before anything but replacement."""
+        change = self.changes.get(name)
+        if change is not None and change.replacement is not None:
+            return change.replacement.tensor.shape
+        if name in self._stored.decoders:
+            return self._stored.decoders[name].shape
+        if name not in self._tensors and self._tie is not None:
+            return self.shape(self._tie.embedding)
+        return result_shape(self._tensors[name], ())
+
+    def _place_pair(self, pair: LowRankPair, scaling: float, adapter: Adapter) -> None:
+        module, parameter = pair.module, "weight"
+        if match := _ATTENTION_OUTPUT.fullmatch(module):
+            # PEFT adds this layer's update twice in every forward pass of nn.MultiheadAttention: once itself and once by the
+            # wrapper of the layer, so that twice the update is what was trained (tuners/lora/layer.py, MultiheadAttention.merge).
+            module, scaling = f"{match['attention']}.out_proj", 2 * scaling
+        elif self._names.find(f"{module}.weight") is None and self._names.find(f"{module}.in_proj_weight") is not None:
+            parameter = "in_proj_weight"
+        name = self._find(f"{module}.{parameter}", pair.a, adapter)
+        shape = self.shape(name)
+        update = self._update(pair, module, scaling, shape)
+        if not update.filters and update.update_shape != shape:
+            raise MergeError(
+                f"{pair.a.path}: the update of {pair.module} has shape {list(update.update_shape)}, the base's {name} has "
+                f"{list(shape)}; is {self.base.folder.source} the base it was trained on "
+                f"({adapter.named_base or 'not recorded'})?"
+            )
+        self._check_float(name, pair.a)
+        self._add(name, update)
+        if pair.magnitude is not None:
+            self._add(name, self._rescale(pair, pair.magnitude, update, shape))
+        if pair.bias is not None:
+            self._place_bias(pair, pair.bias, module, scaling, adapter)
+
+    def _update(self, pair: LowRankPair, module: str, scaling: float, shape: tuple[int, ...]) -> AddLowRank:
+        update = AddLowRank(Whole(pair.a), Whole(pair.b), scaling, transposed=pair.embedding)
+        if len(pair.a.shape) > 2 or len(shape) > 2:
+            if shape != (pair.b.shape[0], *pair.a.shape[1:]) or any(size != 1 for size in pair.b.shape[2:]):
+                raise MergeError(
+                    f"{pair.a.path}: {pair.a.name!r} {list(pair.a.shape)} and {pair.b.name!r} {list(pair.b.shape)} do not make "
+                    "a kernel "
+                    f"of the base's shape {list(shape)}"
+                )
+            self._architecture.check_convolution(module, str(pair.a.path))
+            return replace(update, filters=True)
+        turned = shape == update.update_shape[::-1]
+        if not pair.embedding and (turned if shape != update.update_shape else self._architecture.has_transposed_layers):
+            # A square matrix fits both ways round, so the class decides; elsewhere it confirms what the shapes say.
+            return replace(update, transposed=self._architecture.is_transposed_layer(module))
+        return update
+
+    def _rescale(self, pair: LowRankPair, magnitude: TensorInfo, update: AddLowRank, shape: tuple[int, ...]) -> Operation:
+        outputs = pair.b.shape[0]
+        expected = (1, outputs, *(1,) * (len(shape) - 2)) if update.filters else (outputs,)
+        if magnitude.shape != expected:
+            raise MergeError(f"{magnitude.path}: {magnitude.name!r} has shape {list(magnitude.shape)}, expected {list(expected)}")
+        return RescaleColumns(magnitude) if update.transposed else RescaleRows(magnitude, update.filters)
+
+    def _place_bias(self, pair: LowRankPair, bias: TensorInfo, module: str, scaling: float, adapter: Adapter) -> None:
+        name = self._names.find(f"{module}.bias")
+        if name is None:
+            raise MergeError(
+                f"{bias.path}: {bias.name!r} adds a bias to {module}, which has none in base {self.base.folder.source}; a "
+                "checkpoint of "
+                "this architecture has no place for it"
+            )
+        if bias.shape != self.shape(name):
+            raise MergeError(
+                f"{bias.path}: {bias.name!r} has shape {list(bias.shape)}, the base's {name} {list(self.shape(name))}"
+            )
+        self._check_float(name, bias)
+        self._add(name, AddVector(bias, scaling))
+
+    def _place_replacement(self, piece: Replacement, adapter: Adapter) -> None:
+        name = self._find(f"{piece.module}.{piece.parameter}", piece.tensor, adapter)
+        expected = self.shape(name)
+        # Only a vocabulary can have been resized.
+        resized = is_vocabulary(name) and piece.tensor.shape[1:] == expected[1:]
+        if piece.tensor.shape != expected and not resized:
+            raise MergeError(
+                f"{piece.tensor.path}: {piece.tensor.name!r} has shape {list(piece.tensor.shape)}, the base's {name} has "
+                f"{list(expected)}"
+            )
+        change = self.changes.setdefault(name, Change())
+        if change.replacement is not None or change.operations:
+            raise MergeError(f"{piece.tensor.path}: {piece.tensor.name!r} replaces {name}, which another tensor changes already")
+        self._check_float(name, piece.tensor)
+        change.replacement = piece
+
+    def _place_rows(self, piece: TokenRows, adapter: Adapter) -> None:
+        name = self._find(f"{piece.module}.weight", piece.values, adapter)
+        shape = self.shape(name)
+        if len(shape) != 2 or piece.values.shape[1] != shape[1] or max(piece.indices) >= shape[0]:
+            raise MergeError(
+                f"{piece.values.path}: {piece.values.name!r} {list(piece.values.shape)} replaces rows up to "
+                f"{max(piece.indices)} of the "
+                f"base's {name} {list(shape)}, which do not fit"
+            )
+        if any(isinstance(operation, ReplaceRows) for operation in self.changes.get(name, Change()).operations):
+            raise MergeError(
+                f"{piece.values.path}: {piece.values.name!r} replaces rows of {name}, as another adapter does already"
+            )
+        self._check_float(name, piece.values)
+        self._add(name, ReplaceRows(piece.values, piece.indices))
+
+    def _add(self, name: str, operation: Operation) -> None:
+        self.changes.setdefault(name, Change()).operations.append(operation)
+
+    def _find(self, wanted: str, tensor: TensorInfo, adapter: Adapter) -> str:
+        name = self._names.find(wanted)
+        if name is None:
+            raise MergeError(
+                f"{tensor.path}: module {wanted.rpartition('.')[0]!r} has no tensor {wanted} in base "
+                f"{self.base.folder.source}, which "
+                f"{tensor.name!r} needs; {self._names.nearest(wanted)}"
+            )
+        return name
+
+    def _check_float(self, name: str, tensor: TensorInfo) -> None:
+        weight = self._tensors.get(name)
+        if weight is not None and name not in self._stored.decoders and weight.dtype.name not in FLOATING:
+            raise MergeError(
+                f"{weight.path}: {name} is of type {weight.dtype.name}, expected one of {', '.join(FLOATING)}; "
+                "merge into the 16-bit checkpoint that this one was made from"
+            )
+
+
+def _check_rank(pair: LowRankPair, path: str, adapter: Adapter, *, experts: bool) -> None:
+    """The rank that the configuration says; for fused experts the tensors hold a multiple of it."""
+    rank = adapter.settings.rank(path)
+    found = (pair.a.shape[0], pair.b.shape[1])
+    fits = found[0] == found[1] and found[0] % rank == 0 if experts else found == (rank, rank)
+    if not fits:
+        raise MergeError(
+            f"{pair.a.path}: {pair.module}: lora_A {list(pair.a.shape)} and lora_B {list(pair.b.shape)} are of rank {found[0]} "
+            "and "
+            f"{found[1]}, the configuration says {rank}"
+        )
+
+
+def _check_combinable(adapter: Adapter) -> None:
+    """Several adapters add up only where each of them is a sum itself."""
+    for pair in adapter.pairs:
+        if pair.magnitude is not None:
+            raise MergeError(
+                f"{adapter.settings.where}: use_dora is set; DoRA rescales the weight that it was trained on, so that it "
+                "cannot be added "
+                "to other adapters"
+            )
+    pieces: Mapping[str, tuple[TensorInfo, ...]] = {
+        "replaces a whole tensor": tuple(piece.tensor for piece in adapter.replacements if piece.trained),
+        "replaces rows": tuple(piece.values for piece in adapter.token_rows),
+    }
+    for what, tensors in pieces.items():
+        for tensor in tensors:
+            raise MergeError(
+                f"{tensor.path}: {tensor.name!r} {what} of the base, which has no weighted sum with other adapters; merge it "
+                "alone"
+            )
