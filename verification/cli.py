@@ -20,7 +20,19 @@ if TYPE_CHECKING:
 
 FLOAT_TYPES = ("bfloat16", "float16", "float32")
 BLOCK_SIZES = tuple(str(1 << power) for power in range(5, 13))
-_SHARE = click.FloatRange(0, 1, min_open=True, max_open=True)
+
+
+class _Share(click.FloatRange):
+    """A number between 0 and 1; click itself lets NaN pass every range."""
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        number = super().convert(value, param, ctx)
+        if number != number:
+            self.fail(f"{value} is no number", param, ctx)
+        return number
+
+
+_SHARE = _Share(0, 1, min_open=True, max_open=True)
 _LIMITS = ("max_delta", "skip_threshold", "max_p99_delta", "max_abs_delta", "max_bias", "max_flip_rate")
 _RECIPE = ("quant_type", "double_quant", "block_size", "quant_dtype")
 
@@ -40,7 +52,7 @@ def limit_options(command: Command) -> Command:
         ),
         click.option(
             "--skip-threshold",
-            type=click.FloatRange(0, 1),
+            type=_Share(0, 1),
             default=0.5,
             show_default=True,
             help="Skip probability up to which a text is kept; for the flips at the threshold.",

@@ -1,0 +1,390 @@
+"""``verify-skip-drift`` from end to end on a tiny Llama: real QLoRA training, real merges, real bitsandbytes, real Transformers.
+
+Oracle of the drift: the reference recorded from the live training model, and scores of the merged checkpoint by a plain forward.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+from xml.etree import ElementTree
+
+import click.testing
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM
+
+from lora_merge.merging.api import MergeOptions, merge
+from tests.engines.builders import WORDS, make_tokenizer
+from tests.verification.tiny_qlora import PREFILL, make_prompt_rows, write_rows
+from verification.checks import Outcome
+from verification.cli import main
+from verification.drift_file import read_measurements
+from verification.errors import VerificationError
+from verification.gate import Policy, check_certificate
+from verification.limits import Limits
+from verification.reference import read_reference
+from verification.verdict import judge
+
+
+def run(*arguments: object, exit_code: int) -> click.testing.Result:
+    result = click.testing.CliRunner().invoke(main, [str(argument) for argument in arguments], catch_exceptions=False)
+    assert result.exit_code == exit_code, result.output + result.stderr
+    return result
+
+
+def verify(place: Path, *arguments: object, exit_code: int, merged: str = "merged", reference: bool = True) -> dict[str, Any]:
+    """Run on ``place`` with the recorded reference and Transformers; the verdict as JSON."""
+    fixed = [
+        "--merged",
+        place / merged,
+        "--prompts",
+        place / "prompts.jsonl",
+        "--engine",
+        "hf",
+        "--device",
+        "cpu",
+        "--format",
+        "json",
+    ]
+    recorded = ["--reference", place / "reference.jsonl"] if reference else []
+    result = run(*fixed, *recorded, *arguments, exit_code=exit_code)
+    verdict: dict[str, Any] = json.loads(result.stdout)
+    return verdict
+
+
+def certificate(place: Path, merged: str = "merged") -> Path:
+    return place / f"{merged}-report" / "gate.intoto.json"
+
+
+def outcomes(verdict: dict[str, Any]) -> dict[str, str]:
+    return {check["name"]: check["outcome"] for check in verdict["checks"]}
+
+
+def test_a_right_merge_passes_and_is_certified(place: Path) -> None:
+    verdict = verify(place, exit_code=0)
+    assert verdict["outcome"] == "PASSED", verdict["reasons"]
+    assert sorted(path.name for path in (place / "merged-report").iterdir()) == [
+        "drift.json",
+        "drift.jsonl",
+        "gate.intoto.json",
+        "junit.xml",
+    ]
+    assert json.loads((place / "merged-report" / "drift.json").read_text()) == verdict
+    checked = check_certificate(place / "merged", certificate(place))
+    assert (checked.outcome, checked.prefill) == (Outcome.PASSED, PREFILL)
+    assert checked.engine["dtype"] == "bfloat16"
+    assert outcomes(verdict)["recipe-provenance"] == "PASSED"
+
+
+def test_the_drift_is_what_a_plain_forward_gives(place: Path) -> None:
+    verify(place, exit_code=0)
+    rows = read_measurements(place / "merged-report" / "drift.jsonl").rows[:25]
+    prompts = {row["id"]: row["prompt"] for row in make_prompt_rows()}
+    tokenizer = make_tokenizer()
+    model = AutoModelForCausalLM.from_pretrained(place / "merged", dtype=torch.bfloat16).eval()
+    skip, write = (tokenizer(PREFILL + word, add_special_tokens=False)["input_ids"][-1] for word in ("skip", "write"))
+    reference = {score.id: score for score in read_reference(place / "reference.jsonl").scores}
+    for row in rows:
+        ids = [tokenizer.bos_token_id, *tokenizer(prompts[row.id] + PREFILL, add_special_tokens=False)["input_ids"]]
+        with torch.no_grad():
+            log_p = model(torch.tensor([ids])).logits[0, -1].double().log_softmax(-1)
+        odds = math.exp(log_p[skip] - log_p[write])
+        assert row.scores["merged"].skip_probability == pytest.approx(odds / (1 + odds), abs=0.02)
+        assert row.scores["reference"] == reference[row.id]
+
+
+def test_the_wrong_base_is_refused(place: Path) -> None:
+    verdict = verify(place, merged="naive", exit_code=1)
+    assert verdict["outcome"] == "FAILED"
+    assert outcomes(verdict)["mean-delta"] == "FAILED"
+    with pytest.raises(VerificationError, match="its result is FAILED"):
+        check_certificate(place / "naive", certificate(place, "naive"), Policy(accept_warnings=True))
+
+
+def test_a_live_reference_agrees_with_the_recorded_one(place: Path, trained: Path) -> None:
+    live = verify(place, "--record-reference", place / "again.jsonl", reference=False, exit_code=0)
+    recorded = read_reference(place / "again.jsonl")
+    assert recorded.recipe is not None
+    assert not recorded.recipe.assumed
+    first = verify(place, exit_code=0)["numbers"]["drift"]["mean_abs_delta"]
+    # Bitsandbytes repacks its weights on some CPUs, so a fresh load need not be bit-equal to the model that was trained.
+    assert live["numbers"]["drift"]["mean_abs_delta"] == pytest.approx(first, abs=0.01)
+    assert live["numbers"]["recipe_origin"] == "adapter"
+    assert live["numbers"]["control"]["mean_abs_delta"] > 0.1
+    (place / "reference.jsonl").write_bytes((place / "again.jsonl").read_bytes())
+    again = verify(place, exit_code=0)
+    assert again["numbers"]["drift"] == live["numbers"]["drift"]
+
+
+def test_split_tells_merge_drift_from_engine_drift(place: Path) -> None:
+    right = verify(place, "--split", exit_code=0)["numbers"]["split"]
+    wrong = verify(place, "--split", merged="naive", exit_code=1)["numbers"]["split"]
+    assert wrong["merge_drift"]["mean_abs_delta"] > 20 * right["merge_drift"]["mean_abs_delta"]
+    assert not [path for path in (place / "merged-report").iterdir() if path.is_dir()]  # the float32 weights are gone
+
+
+def test_judging_again_gives_the_verdict_of_the_run(place: Path) -> None:
+    verdict = verify(place, exit_code=0)
+    again = run("judge", place / "merged-report" / "drift.jsonl", "--format", "json", exit_code=0)
+    assert json.loads(again.stdout) == verdict
+
+
+def test_judging_again_by_other_limits(place: Path) -> None:
+    verify(place, exit_code=0)
+    drift = place / "merged-report" / "drift.jsonl"
+    result = run("judge", drift, "--max-delta", 0.0005, "--report", place / "strict", exit_code=1)
+    assert result.stdout.startswith("FAILED")
+    with pytest.raises(VerificationError, match="its result is FAILED"):
+        check_certificate(place / "merged", place / "strict" / "gate.intoto.json")
+    run("judge", drift, "--max-delta", 0.03, "--report", place / "loose", exit_code=0)
+    with pytest.raises(VerificationError, match=r"of up to 0\.03, this run allows 0\.02"):
+        check_certificate(place / "merged", place / "loose" / "gate.intoto.json")
+
+
+def test_no_certificate_outlives_a_run_that_measured_nothing(place: Path) -> None:
+    verify(place, exit_code=0)
+    assert certificate(place).is_file()
+    verdict = verify(place, "--prefill", "otherwise", exit_code=3)
+    assert not certificate(place).exists()
+    assert sorted(path.name for path in (place / "merged-report").iterdir()) == ["drift.json", "junit.xml"]
+    assert "was recorded with" in verdict["reasons"][0]
+
+
+def test_a_failed_run_replaces_the_certificate(place: Path) -> None:
+    verify(place, exit_code=0)
+    verify(place, "--max-delta", 0.0005, exit_code=1)
+    assert json.loads(certificate(place).read_text())["predicate"]["result"] == "FAILED"
+
+
+def test_twenty_prompts_are_inconclusive(place: Path) -> None:
+    verdict = verify(place, "--num-prompts", 20, exit_code=3)
+    assert "too few for the limit 0.02" in verdict["reasons"][0]
+    assert verdict["numbers"]["prompts"] == {**verdict["numbers"]["prompts"], "total": 400, "scored": 20, "seed": 0}
+    other = verify(place, "--num-prompts", 20, "--seed", 1, exit_code=3)
+    assert other["numbers"]["prompts"]["token_ids_sha256"] != verdict["numbers"]["prompts"]["token_ids_sha256"]
+
+
+def test_a_nan_weight_is_inconclusive(place: Path) -> None:
+    path = place / "merged" / "model.safetensors"
+    tensors = load_file(path)
+    tensors["model.layers.1.mlp.up_proj.weight"][0, 0] = float("nan")
+    save_file(tensors, path, metadata={"format": "pt"})
+    assert "expected finite numbers" in verify(place, exit_code=3)["reasons"][0]
+
+
+def test_a_swapped_tokenizer_is_inconclusive(place: Path) -> None:
+    make_tokenizer(bos=False).save_pretrained(place / "merged")
+    assert "another tokenizer or library version" in verify(place, exit_code=3)["reasons"][0]
+    live = verify(place, "--num-prompts", 20, reference=False, exit_code=3)
+    assert outcomes(live)["token-ids"] == "INCONCLUSIVE"
+    assert "it was swapped" in live["reasons"][0]
+
+
+def test_a_doubled_bos_is_inconclusive(place: Path) -> None:
+    tokenizer = make_tokenizer()
+    ids = [2, 2, *tokenizer(f"{WORDS[0]} and {WORDS[1]}" + PREFILL, add_special_tokens=False)["input_ids"]]
+    write_rows(place / "prompts.jsonl", [{"id": "p0", "prompt_token_ids": ids}])
+    assert "2 BOS tokens" in verify(place, reference=False, exit_code=3)["reasons"][0]
+
+
+def test_truncated_prompts_are_inconclusive(place: Path) -> None:
+    tokenizer = make_tokenizer()
+    ids = [2, *tokenizer(f"{WORDS[0]} and {WORDS[1]}" + PREFILL, add_special_tokens=False)["input_ids"]][:-2]
+    write_rows(place / "prompts.jsonl", [{"id": "p0", "prompt_token_ids": ids}])
+    assert "expected the prefill" in verify(place, reference=False, exit_code=3)["reasons"][0]
+    write_rows(place / "prompts.jsonl", [{"id": "p0", "prompt": " and ".join(WORDS * 16)}])
+    assert "the model has room for 255" in verify(place, reference=False, exit_code=3)["reasons"][0]
+
+
+def test_other_prompts_than_the_references_are_inconclusive(place: Path) -> None:
+    rows = make_prompt_rows()
+    write_rows(place / "prompts.jsonl", rows[:-1])
+    assert "has 1 prompts that the prompt file lacks, 'p399' first" in verify(place, exit_code=3)["reasons"][0]
+    write_rows(place / "prompts.jsonl", [*rows[:-1], {**rows[-1], "prompt": "another"}])
+    assert "token ids of 1 of 400 prompts differ" in verify(place, exit_code=3)["reasons"][0]
+
+
+def test_labels_of_more_than_one_token_are_inconclusive(place: Path) -> None:
+    assert "expected exactly one" in verify(place, "--skip-label", "ignore", reference=False, exit_code=3)["reasons"][0]
+    assert "was recorded with 'skip'" in verify(place, "--skip-label", "ignore", exit_code=3)["reasons"][0]
+
+
+def test_lost_label_mass_is_refused(place: Path) -> None:
+    """The head prefers a third token by far: the skip probability stays what it was, the answer does not."""
+    path = place / "merged" / "model.safetensors"
+    tensors = load_file(path)
+    head = tensors["lm_head.weight"]
+    skip, write = (read_reference(place / "reference.jsonl").labels.to_json()[name]["token_id"] for name in ("skip", "write"))
+    head[50] = (head[skip] + head[write]) * 0.75
+    save_file(tensors, path, metadata={"format": "pt"})
+    verdict = verify(place, exit_code=1)
+    assert outcomes(verdict)["label-mass-loss"] == "FAILED"
+
+
+def test_the_adapter_of_another_model_is_inconclusive(place: Path, trained: Path) -> None:
+    shutil.copytree(trained / "adapter", place / "other")
+    tensors = load_file(place / "other" / "adapter_model.safetensors")
+    save_file({name: tensor * 1.5 for name, tensor in tensors.items()}, place / "other" / "adapter_model.safetensors")
+    verdict = verify(place, "--adapter", place / "other", exit_code=3)
+    assert outcomes(verdict)["adapter-identity"] == "INCONCLUSIVE"
+
+
+def test_a_recipe_against_the_trainers_record_is_inconclusive(place: Path, trained: Path) -> None:
+    """Wrong in both arms: merged and verified as FP4, while the adapter's record says NF4."""
+    merge(trained / "base", trained / "adapter", place / "fp4", MergeOptions(from_4bit=True, recipe={"quant_type": "fp4"}))
+    verdict = verify(place, "--quant-type", "fp4", merged="fp4", reference=False, exit_code=3)
+    assert outcomes(verdict)["recipe-agreement"] == "INCONCLUSIVE"
+    assert "says NF4" in verdict["reasons"][0]
+    assert "FP4" in verdict["reasons"][0]
+
+
+def test_a_recipe_that_nobody_recorded_is_a_warning_at_best(place: Path, trained: Path) -> None:
+    shutil.copytree(trained / "adapter", place / "bare")
+    (place / "bare" / "quantization_recipe.json").unlink()
+    merge(trained / "base", place / "bare", place / "assumed", MergeOptions(from_4bit=True))
+    verdict = verify(place, "--num-prompts", 300, merged="assumed", reference=False, exit_code=0)
+    assert verdict["outcome"] == "WARNED"
+    assert outcomes(verdict)["recipe-provenance"] == "WARNED"
+    with pytest.raises(VerificationError, match="--accept-assumed-recipe"):
+        check_certificate(place / "assumed", certificate(place, "assumed"))
+    assert check_certificate(place / "assumed", certificate(place, "assumed"), Policy(accept_assumed_recipe=True)).warnings
+
+
+def test_explicit_flags_are_a_warning_at_best(place: Path, trained: Path) -> None:
+    shutil.copytree(trained / "adapter", place / "bare")
+    (place / "bare" / "quantization_recipe.json").unlink()
+    flags = {"quant_type": "nf4", "double_quant": True, "block_size": 64, "quant_dtype": "bfloat16"}
+    merge(trained / "base", place / "bare", place / "given", MergeOptions(from_4bit=True, recipe=flags))
+    by_manifest = verify(place, "--num-prompts", 300, merged="given", reference=False, exit_code=0)
+    assert (by_manifest["outcome"], by_manifest["numbers"]["recipe_origin"]) == ("WARNED", "manifest")
+    spelled = ["--quant-type", "nf4", "--double-quant", "--blocksize", 64, "--quant-dtype", "bfloat16"]
+    by_hand = verify(place, *spelled, "--num-prompts", 300, merged="given", reference=False, exit_code=0)
+    assert (by_hand["outcome"], by_hand["numbers"]["recipe_origin"]) == ("WARNED", "flags")
+
+
+def test_flags_that_repeat_the_trainers_record_are_confirmed_by_it(place: Path) -> None:
+    verdict = verify(place, "--quant-type", "nf4", "--num-prompts", 300, reference=False, exit_code=0)
+    assert (verdict["outcome"], verdict["numbers"]["recipe_origin"]) == ("PASSED", "adapter")
+
+
+def test_a_base_of_another_name_is_inconclusive_until_it_is_declared_the_same(place: Path, trained: Path) -> None:
+    shutil.copytree(trained / "base", place / "cousin")
+    merge(place / "cousin", trained / "adapter", place / "second", MergeOptions(from_4bit=True))
+    verdict = verify(place, merged="second", exit_code=3)
+    assert outcomes(verdict)["base-identity"] == "INCONCLUSIVE"
+    assert "cousin" in verdict["reasons"][0]
+    assert verify(place, "--other-base-name", merged="second", exit_code=0)["outcome"] == "WARNED"
+
+
+def test_a_base_that_changed_since_the_merge_is_inconclusive(place: Path, trained: Path) -> None:
+    shutil.copytree(trained / "base", place / "sub" / "base")
+    tensors = load_file(place / "sub" / "base" / "model.safetensors")
+    tensors["model.norm.weight"] += 1
+    save_file(tensors, place / "sub" / "base" / "model.safetensors", metadata={"format": "pt"})
+    verdict = verify(place, "--base", place / "sub" / "base", exit_code=3)
+    assert outcomes(verdict)["base-files"] == "INCONCLUSIVE"
+
+
+def test_a_tied_head_of_other_values_is_inconclusive(place: Path) -> None:
+    path = place / "merged" / "config.json"
+    config = json.loads(path.read_text())
+    path.write_text(json.dumps({**config, "tie_word_embeddings": True}))
+    verdict = verify(place, exit_code=3)
+    assert outcomes(verdict)["tied-head"] == "INCONCLUSIVE"
+
+
+def test_without_base_the_control_is_missing_and_said(place: Path) -> None:
+    verdict = verify(place, "--no-control", exit_code=0)
+    assert verdict["outcome"] == "WARNED"
+    assert outcomes(verdict)["control"] == "WARNED"
+
+
+def test_a_checkpoint_without_a_manifest_needs_base_and_adapter_named(place: Path, trained: Path) -> None:
+    (place / "merged" / "merge_manifest.json").unlink()
+    assert "give --base" in verify(place, reference=False, exit_code=3)["reasons"][0]
+    named = ["--base", trained / "base", "--adapter", trained / "adapter"]
+    assert verify(place, *named, "--num-prompts", 300, reference=False, exit_code=0)["outcome"] == "PASSED"
+
+
+def test_a_missing_checkpoint_is_inconclusive_and_leaves_nothing(place: Path) -> None:
+    verdict = verify(place, merged="none", exit_code=3)
+    assert "no such folder" in verdict["reasons"][0]
+    assert not (place / "none-report").exists()
+
+
+def test_a_report_inside_the_checkpoint_is_refused(place: Path) -> None:
+    arguments = ["--merged", place / "merged", "--prompts", place / "prompts.jsonl", "--report", place / "merged" / "report"]
+    assert "choose a folder outside it" in run(*arguments, exit_code=1).stderr
+    assert not (place / "merged" / "report").exists()
+
+
+def test_a_broken_reference_is_inconclusive(place: Path) -> None:
+    (place / "reference.jsonl").write_text((place / "reference.jsonl").read_text()[:-40])
+    assert "cut short" in verify(place, exit_code=3)["reasons"][0]
+
+
+def test_results_go_to_standard_output_and_notes_to_standard_error(place: Path) -> None:
+    """In processes of their own: what the libraries say at import counts too."""
+    for flags, notes in (([], ["scoring: QLoRA reference", "scoring: merged checkpoint"]), (["--quiet"], [])):
+        command = [sys.executable, "-c", "from verification.cli import main; main()", "--merged", str(place / "merged")]
+        command += [
+            "--prompts",
+            str(place / "prompts.jsonl"),
+            "--engine",
+            "hf",
+            "--device",
+            "cpu",
+            "--num-prompts",
+            "300",
+            *flags,
+        ]
+        result = subprocess.run(command, capture_output=True, text=True, check=True, env={**os.environ, "OMP_NUM_THREADS": "1"})
+        assert result.stdout.splitlines()[0].startswith("PASSED: ")
+        assert "mean |delta|" in result.stdout
+        assert result.stderr.splitlines() == notes
+
+
+def test_junit_names_every_check(place: Path) -> None:
+    verdict = verify(place, merged="naive", exit_code=1)
+    suite = ElementTree.parse(place / "naive-report" / "junit.xml").getroot()
+    assert [case.get("name") for case in suite] == [check["name"] for check in verdict["checks"]]
+    assert suite.get("failures") == "1"
+    assert len(suite.findall("testcase/failure")) == 1
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        [],
+        ["--merged", "x"],
+        ["--merged", "x", "--prompts", "y", "--max-delta", "0"],
+        ["--merged", "x", "--prompts", "y", "--max-delta", "nan"],
+        ["--merged", "x", "--prompts", "y", "--skip-threshold", "nan"],
+        ["--merged", "x", "--prompts", "y", "--engine", "tgi"],
+        ["--merged", "x", "--prompts", "y", "--max-p95-delta", "0.1"],
+        ["--merged", "x", "--prompts", "y", "--reference", "a", "--record-reference", "b"],
+        ["judge"],
+        ["judge", "x", "--max-p95-delta", "0.1"],
+        ["--max-delta", "0.1", "judge", "x"],
+        ["judge", "x", "--sign-key", "k"],
+    ],
+)
+def test_usage_errors_exit_with_2(arguments: list[str]) -> None:
+    run(*arguments, exit_code=2)
+
+
+def test_judging_a_file_that_is_none_exits_with_1(tmp_path: Path) -> None:
+    assert "cannot be read" in run("judge", tmp_path / "none.jsonl", exit_code=1).stderr
+
+
+def test_the_measured_file_judges_the_same_in_memory(place: Path) -> None:
+    verdict = verify(place, exit_code=0)
+    assert judge(read_measurements(place / "merged-report" / "drift.jsonl"), Limits()).to_json() == verdict
