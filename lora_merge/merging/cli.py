@@ -90,6 +90,7 @@ def main(
     Exit codes: 0 merged, 1 impossible or failed (nothing is left behind), 2 usage, 130 interrupted.
     """
     quiet_libraries()
+    _keep_freed_memory()
     from lora_merge.merging import api
 
     options = _options(settings)
@@ -126,6 +127,21 @@ def _numbers(text: str) -> tuple[float, ...]:
         raise click.BadParameter(
             f"{text!r}: expected numbers separated by commas, such as 0.7,0.3", param_hint="--weights"
         ) from error
+
+
+def _keep_freed_memory() -> None:
+    """Let the allocator keep what is freed: blocks of a megabyte come and go, and fresh pages for each cost a tenth of the time.
+
+    Peak memory stays what it is. A property of the process, so the command sets it and the library does not.
+    """
+    import contextlib
+    import ctypes
+
+    trim_threshold, mmap_threshold = -1, -3  # names of <malloc.h>
+    with contextlib.suppress(OSError, AttributeError):  # another C library has no mallopt
+        library = ctypes.CDLL(None)
+        library.mallopt(trim_threshold, 1 << 30)
+        library.mallopt(mmap_threshold, 1 << 30)
 
 
 def _warn_of_recipe(plan: MergePlan) -> None:

@@ -34,6 +34,14 @@ def _compiled(function: Kernel) -> Kernel:
         return njit(nogil=True, error_model="numpy")(function)  # type: ignore[no-any-return]
 
 
+def _contracted(function: Kernel) -> Kernel:
+    """Like :func:`_compiled`, and free to fuse a multiplication and an addition, where only an error bound counts."""
+    try:
+        return njit(nogil=True, cache=True, error_model="numpy", fastmath={"contract"})(function)  # type: ignore[no-any-return]
+    except RuntimeError:
+        return njit(nogil=True, error_model="numpy", fastmath={"contract"})(function)  # type: ignore[no-any-return]
+
+
 @_compiled
 def widen_bf16(source: NDArray[np.uint16], target: NDArray[np.uint32]) -> None:
     """Write the float32 bit patterns of bfloat16 ``source`` (n,) to ``target`` (n,)."""
@@ -229,22 +237,30 @@ def largest_magnitude(bits: NDArray[Any]) -> int:
     return int(largest)
 
 
-@_compiled
-def _product_row(b: NDArray[np.float32], a: NDArray[np.float32], delta: NDArray[np.float32]) -> None:
-    """``delta`` (columns,) = ``b`` (rank,) @ ``a`` (rank, columns), four ranks at a time so that ``delta`` is touched less."""
+@_contracted
+def _product_rows(b: NDArray[np.float32], a: NDArray[np.float32], delta: NDArray[np.float32]) -> None:
+    """``delta`` (2, columns) = ``b`` (2, rank) @ ``a`` (rank, columns).
+
+    Two rows at a time, so that a loaded piece of ``a`` serves both; four ranks at a time, so that ``delta`` is touched less.
+    """
     rank = a.shape[0]
-    delta[:] = np.float32(0.0)
+    delta[:, :] = np.float32(0.0)
+    d0, d1 = delta[0], delta[1]
     whole = rank // 4 * 4
     for k in range(0, whole, 4):
-        b0, b1, b2, b3 = b[k], b[k + 1], b[k + 2], b[k + 3]
+        p0, p1, p2, p3 = b[0, k], b[0, k + 1], b[0, k + 2], b[0, k + 3]
+        q0, q1, q2, q3 = b[1, k], b[1, k + 1], b[1, k + 2], b[1, k + 3]
         a0, a1, a2, a3 = a[k], a[k + 1], a[k + 2], a[k + 3]
-        for j in range(delta.shape[0]):
-            delta[j] += (b0 * a0[j] + b1 * a1[j]) + (b2 * a2[j] + b3 * a3[j])
+        for j in range(d0.shape[0]):
+            x0, x1, x2, x3 = a0[j], a1[j], a2[j], a3[j]
+            d0[j] += (p0 * x0 + p1 * x1) + (p2 * x2 + p3 * x3)
+            d1[j] += (q0 * x0 + q1 * x1) + (q2 * x2 + q3 * x3)
     for k in range(whole, rank):
-        b0 = b[k]
+        p0, q0 = b[0, k], b[1, k]
         a0 = a[k]
-        for j in range(delta.shape[0]):
-            delta[j] += b0 * a0[j]
+        for j in range(d0.shape[0]):
+            d0[j] += p0 * a0[j]
+            d1[j] += q0 * a0[j]
 
 
 @_compiled
@@ -307,19 +323,23 @@ def add_low_rank_to_bf16(
     roundings = 5 + rank // 4 + rank % 4 + 1
     scratch = np.empty(1, np.float32)
     scratch_bits = scratch.view(np.uint32)
-    delta = np.empty(columns, np.float32)
+    delta = np.empty((2, columns), np.float32)
+    pair = np.zeros((2, rank), np.float32)
     low = np.empty(columns, np.float32)
     high = np.empty(columns, np.float32)
     low_bits = low.view(np.uint32)
     high_bits = high.view(np.uint32)
     reworked = 0
     for row in range(rows):
-        _product_row(b32[row], a32, delta)
+        if row % 2 == 0:
+            pair[0] = b32[row]
+            pair[1] = b32[min(row + 1, rows - 1)]
+            _product_rows(pair, a32, delta)
         b_square = 0.0
         for k in range(rank):
             b_square += b[row, k] * b[row, k]
         coefficient = np.float32(roundings * unit * 1.01 * abs(scaling) * np.sqrt(b_square))
-        _bracket_row(weight[row], delta, coefficient, a_norms, low, high)
+        _bracket_row(weight[row], delta[row % 2], coefficient, a_norms, low, high)
         for start in range(0, columns, 64):
             if _round_bracket(low_bits[start : start + 64], high_bits[start : start + 64], out[row, start : start + 64]):
                 for j in range(start, min(start + 64, columns)):

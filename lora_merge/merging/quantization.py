@@ -193,18 +193,54 @@ def round_trip(values: NDArray[np.float32], scales: BlockScales, blocks: slice, 
 
 @cache
 def dynamic_map() -> NDArray[np.float32]:
-    """The 256 levels of the 8-bit dynamic type, ascending, float32: bitsandbytes' own table."""
-    from bitsandbytes.functional import create_dynamic_map
+    """The 256 levels of the 8-bit dynamic type, ascending, float32.
 
-    return create_dynamic_map().numpy()  # type: ignore[no-any-return]
+    Seven decades hold 1, 2, 4 ... 64 levels of either sign, each in the middle of an even division of 0.1 to 1; 0 and 1 complete
+    them. Equal to ``bitsandbytes.functional.create_dynamic_map()`` to the bit, which takes the divisions from
+    ``torch.linspace``: from the nearer end, with a single rounding. Written out so that a merge need not load torch. Source:
+    arXiv:1511.04561.
+    """
+    levels = [np.zeros(1, np.float32), np.ones(1, np.float32)]
+    for decade in range(7):
+        count = 1 << decade
+        step = np.float64(np.float32(np.float32(1) - np.float32(0.1)) / np.float32(count))
+        upward = np.float64(np.float32(0.1)) + step * np.arange(count + 1)
+        downward = 1 - step * np.arange(count, -1, -1)
+        bounds = np.where(np.arange(count + 1) < (count + 1) // 2, upward, downward).astype(np.float32)
+        middles = np.float32(10.0 ** (decade - 6)) * ((bounds[:-1] + bounds[1:]) / np.float32(2))
+        levels += [middles, -middles]
+    return np.sort(np.concatenate(levels))
+
+
+# The quantiles of a normal distribution that QLoRA's appendix lists, and the values of FP4's magnitudes by code.
+_NF4_LEVELS = (
+    -1.0,
+    -0.6961928009986877,
+    -0.5250730514526367,
+    -0.39491748809814453,
+    -0.28444138169288635,
+    -0.18477343022823334,
+    -0.09105003625154495,
+    0.0,
+    0.07958029955625534,
+    0.16093020141124725,
+    0.24611230194568634,
+    0.33791524171829224,
+    0.44070982933044434,
+    0.5626170039176941,
+    0.7229568362236023,
+    1.0,
+)
+_FP4_MAGNITUDES = (0.0, 0.0625, 8.0, 12.0, 4.0, 6.0, 2.0, 3.0)
 
 
 @cache
 def code_table(quant_type: str) -> NDArray[np.float32]:
-    """The 16 values of the 4-bit type by code, float32: bitsandbytes' own table."""
-    from bitsandbytes.functional import get_4bit_type
-
-    return get_4bit_type(quant_type, device="cpu").numpy()  # type: ignore[no-any-return]
+    """The 16 values of the 4-bit type by code, float32; ``bitsandbytes.functional.get_4bit_type`` has the same."""
+    if quant_type == "nf4":
+        return np.array(_NF4_LEVELS, np.float32)
+    magnitudes = np.array(_FP4_MAGNITUDES, np.float32) / np.float32(12)
+    return np.concatenate([magnitudes, -magnitudes])
 
 
 # Thresholds of the CUDA kernels' decision trees, by ascending level. They are constants there, a few of them an ulp off the

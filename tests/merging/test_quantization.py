@@ -6,6 +6,9 @@ with an all-zero block, a sweep from -1 to 1, tiny values, an outlier of 60000 a
 
 from __future__ import annotations
 
+import json
+import subprocess
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -141,3 +144,27 @@ def test_recipe_json_round_trip():
     assert recipe.assumed, "settings without an origin are assumed"
     with pytest.raises(MergeError, match="zeropoint"):
         QuantRecipe.from_json({"zeropoint": 1})
+
+
+def test_tables_are_bitsandbytes_own():
+    from bitsandbytes.functional import create_dynamic_map, get_4bit_type
+
+    assert np.array_equal(dynamic_map(), create_dynamic_map().numpy())
+    for quant_type in ("nf4", "fp4"):
+        assert np.array_equal(code_table(quant_type), get_4bit_type(quant_type, device="cpu").numpy())
+
+
+def test_a_recorded_recipe_merges_without_torch(bases, adapters, tmp_path):
+    """A record names the quantized modules, so that nothing has to be built to find them: a merge starts in a second."""
+    modules = [f"model.layers.{layer}.mlp.{name}_proj" for layer in (0, 1) for name in ("gate", "up", "down")]
+    recipe = QuantRecipe(quantized_modules=tuple(modules)).to_json()
+    record = {"format": "lora-merge/quantization-recipe", "version": 1, "recipe": recipe}
+    (tmp_path / "recipe.json").write_text(json.dumps(record))
+    arguments = ["--base", str(bases("llama")), "--adapter", str(adapters("llama")), "--out", str(tmp_path / "out")]
+    arguments += ["--from-4bit", "--quant-config", str(tmp_path / "recipe.json")]
+    code = "import sys; from lora_merge.merging.cli import main\n"
+    code += f"try: main({arguments!r})\nexcept SystemExit as done: assert not done.code\n"
+    code += "sys.exit(' '.join(sorted({'torch', 'transformers', 'bitsandbytes'} & set(sys.modules))) or None)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert (tmp_path / "out" / "merge_manifest.json").is_file()
