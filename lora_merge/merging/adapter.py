@@ -215,13 +215,20 @@ def _sort_replacement(path: str, tensor: TensorInfo, settings: LoraSettings, wei
         trained = True
     if not trained and how != "base_layer" and parameter != "weight":
         raise _meaningless(tensor, weights)
+    for other in found.replacements:
+        if (other.module, other.parameter) == (module, parameter):
+            # PEFT stores a saved and resized module under both its old and its new key.
+            if other.tensor.shape == tensor.shape and np.array_equal(read_tensor(other.tensor), read_tensor(tensor)):
+                return
+            raise MergeError(f"{weights}: {other.tensor.name!r} and {tensor.name!r} replace the same tensor by different values")
     found.replacements.append(Replacement(module, parameter, tensor, trained))
 
 
 def _named(module: str, names: tuple[str, ...]) -> bool:
-    """Whether ``module`` or a module around it is one of ``names``, as PEFT matches ``modules_to_save``: by the end of a path."""
+    """Whether ``module`` or a module around it is one of ``names``, as PEFT matches ``modules_to_save``: ``norm`` is
+    ``layernorm`` too."""
     paths = [module[: match.start()] for match in re.finditer(r"\.", module)] + [module]
-    return any(path == name or path.endswith(f".{name}") for path in paths for name in names)
+    return any(path.endswith(name) for path in paths for name in names)
 
 
 def _meaningless(tensor: TensorInfo, weights: Path) -> MergeError:

@@ -62,3 +62,48 @@ def assert_same_bits(found: torch.Tensor, expected: torch.Tensor, name: str) -> 
     assert found.dtype == expected.dtype and found.shape == expected.shape, name
     differ = (found != expected).sum().item()
     assert differ == 0, f"{name}: {differ} of {found.numel()} elements differ"
+
+
+def prefixed(adapter: Path) -> dict[str, np.ndarray]:
+    """An adapter's tensors in float64, without PEFT's prefix."""
+    tensors = load_file(adapter / "adapter_model.safetensors")
+    return {name.removeprefix("base_model.model."): tensor.double().numpy() for name, tensor in tensors.items()}
+
+
+def scaling_of(config: dict, path: str) -> float:
+    """alpha / r, or alpha / sqrt(r) for rsLoRA, under the patterns."""
+
+    def setting(pattern: str, default: float) -> float:
+        return next((v for k, v in (config[pattern] or {}).items() if re.match(rf"(.*\.)?({k})$", path)), default)
+
+    rank, alpha = setting("rank_pattern", config["r"]), setting("alpha_pattern", config["lora_alpha"])
+    return alpha / (math.sqrt(rank) if config["use_rslora"] else rank)
+
+
+def adapted(weight: np.ndarray, path: str, adapter: Path, *, stored_transposed: bool = False) -> np.ndarray:
+    """A layer's weight under LoRA or DoRA, float64: the papers' formulas on (out, in), whatever way round it is stored."""
+    tensors, config = prefixed(adapter), json.loads((adapter / "adapter_config.json").read_text())
+    scaling = scaling_of(config, path)
+    if f"{path}.lora_embedding_A" in tensors:
+        a, b, turned = tensors[f"{path}.lora_embedding_A"], tensors[f"{path}.lora_embedding_B"], True
+    else:
+        a, b, turned = tensors[f"{path}.lora_A.weight"], tensors[f"{path}.lora_B.weight"], stored_transposed
+    shape = weight.shape
+    flat = weight.T if turned else weight.reshape(len(weight), -1)
+    total = flat + scaling * (b.reshape(len(b), -1) @ a.reshape(len(a), -1))
+    if f"{path}.lora_magnitude_vector" in tensors:
+        magnitude = tensors[f"{path}.lora_magnitude_vector"].reshape(-1)
+        total = magnitude[:, None] / np.linalg.norm(total, axis=1)[:, None] * total
+    return total.T if turned else total.reshape(shape)
+
+
+def assert_rounded_once(found: torch.Tensor, exact: np.ndarray, name: str, allowed: float = 0.0) -> None:
+    """``found`` is ``exact`` rounded once. ``allowed``: share of elements on a rounding boundary that another order of float64
+    sums
+    may move by one unit in the last place (norms and products of several terms)."""
+    expected = rounded(exact, found.dtype)
+    assert found.shape == expected.shape, name
+    differ = found != expected
+    assert differ.double().mean() <= allowed, f"{name}: {int(differ.sum())} of {found.numel()} elements differ"
+    if allowed:
+        assert ((found.double() - expected.double()).abs() <= 2.0**-7 * expected.double().abs())[differ].all(), name
