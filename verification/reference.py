@@ -155,6 +155,7 @@ def record_reference(
     from verification.live_adapter import check_live_adapter
 
     made = _as_prompts(prompts, tokenizer, prefill)
+    _expect_room(model, made)
     labels = resolve_labels(tokenizer, made, prefill=prefill, skip=skip_label, write=write_label)
     adapter = None
     if adapter_dir is not None:
@@ -255,6 +256,16 @@ def _as_prompts(
     if len({prompt.id for prompt in made}) != len(made):
         raise VerificationError("prompt ids occur twice; expected each once")
     return made
+
+
+def _expect_room(model: nn.Module, prompts: list[Prompt]) -> None:
+    """Past its positions a model still answers, and wrongly."""
+    from lora_merge.engines.live_model import LiveModel
+
+    limit = getattr(LiveModel(model).text_config, "max_position_embeddings", None)
+    longest = max(prompts, key=lambda prompt: len(prompt.token_ids))
+    if limit is not None and len(longest.token_ids) > limit:
+        raise VerificationError(f"prompt {longest.id!r} has {len(longest.token_ids)} tokens; the model has positions for {limit}")
 
 
 def _noise_floor(

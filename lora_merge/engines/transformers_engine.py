@@ -1,7 +1,9 @@
 """The Transformers engine: a checkpoint, a 4-bit base with its unmerged adapter, or a model that is already in memory.
 
-Scoring runs in batches of one length, without padding and without a mask, because a padded batch can lose its label mass in an
-attention kernel. Writing sorts by length, fills up what is left over and keeps the flawed kernel out (see
+Scoring runs in batches of one length, without padding and without a mask, because a padded batch can lose its label mass in
+an attention kernel. Attention is Transformers' default unless another is asked for: on Gemma 3 270M in bfloat16 the skip
+probability lies 0.0074 from float32 (mean |Δ|, 96 prompts on a CPU) with ``sdpa``, 0.0080 with a shared prefix too, and 0.019
+with ``eager``. Writing sorts by length, fills up what is left over and keeps the flawed kernel out (see
 :meth:`LiveModel.reading <lora_merge.engines.live_model.LiveModel.reading>`).
 """
 

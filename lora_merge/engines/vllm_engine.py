@@ -10,9 +10,9 @@ from __future__ import annotations
 import contextlib
 import gc
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 from lora_merge.console import Progress, no_progress
 from lora_merge.engines.errors import EngineError
@@ -35,8 +35,6 @@ _GREEDY: dict[str, Any] = {
     "ignore_eos": True,  # what ends a text is stop_token_ids alone, the same list for both engines
     "detokenize": False,
 }
-_CHUNK = 2048
-"""Prompts handed over at once: enough to keep the scheduler full, few enough for progress and memory."""
 _ON_CPU = {
     "VLLM_CPU_KVCACHE_SPACE": "2",  # GiB; the default is a share of the whole machine
     "TORCHDYNAMO_DISABLE": "1",  # else the first log-probabilities wait a quarter of a minute for a C++ compiler
@@ -181,18 +179,29 @@ class VllmEngine:
                     f"prompt {prompt.id!r} has {len(prompt.token_ids)} tokens and {settings['max_tokens']} are to be written; "
                     f"the engine has room for {limit}: raise --max-model-len or shorten the prompt"
                 )
-        for start in range(0, len(prompts), _CHUNK):
-            chunk = prompts[start : start + _CHUNK]
-            requests = [{"prompt_token_ids": list(prompt.token_ids)} for prompt in chunk]
-            outputs = llm.generate(requests, parameters, use_tqdm=False)
-            for prompt, output in zip(chunk, outputs, strict=True):
-                if tuple(output.prompt_token_ids) != prompt.token_ids:
-                    raise EngineError(
-                        f"prompt {prompt.id!r}: vLLM read other token ids than it was given; this vLLM cannot be used"
-                    )
-                results.append((prompt, output.outputs[0]))
-            progress(len(chunk))
+        if not prompts:
+            return results
+        requests = [{"prompt_token_ids": list(prompt.token_ids)} for prompt in prompts]
+        with open(os.devnull, "w", encoding="utf-8") as nowhere:
+            outputs = llm.generate(requests, parameters, use_tqdm=_bar_that_tells(progress, nowhere))
+        for prompt, output in zip(prompts, outputs, strict=True):
+            if tuple(output.prompt_token_ids) != prompt.token_ids:
+                raise EngineError(f"prompt {prompt.id!r}: vLLM read other token ids than it was given; this vLLM cannot be used")
+            results.append((prompt, output.outputs[0]))
         return results
+
+
+def _bar_that_tells(progress: Progress, file: TextIO) -> Callable[..., Any]:
+    """A maker of progress bars for vLLM that draws into ``file`` and tells ``progress`` of finished prompts as they finish."""
+    from tqdm import tqdm  # type: ignore[import-untyped]
+
+    class Bar(tqdm):
+        def update(self, n: float | None = 1) -> bool | None:
+            if self.iterable is None:  # else it counts prompts handed over, not finished
+                progress(n or 0)
+            return bool(super().update(n))
+
+    return lambda *arguments, **settings: Bar(*arguments, **{**settings, "file": file})
 
 
 @contextlib.contextmanager

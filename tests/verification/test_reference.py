@@ -117,6 +117,12 @@ def test_every_way_of_giving_prompts_records_the_same(live, tokenizer, tmp_path)
         record_reference(live, tokenizer, made + made, tmp_path / "x.jsonl")
 
 
+def test_a_prompt_past_the_model_positions_is_refused(live, tokenizer, tmp_path):
+    rows = [*ROWS, {"id": "long", "prompt": "soup " * 300}]
+    with pytest.raises(VerificationError, match=r"prompt 'long' has .* positions for 256"):
+        record_reference(live, tokenizer, rows, tmp_path / "x.jsonl")
+
+
 def test_the_noise_floor_is_measured_between_two_shapes_or_not_claimed(live, tokenizer, tmp_path):
     many = [{"id": str(index), "prompt": "soup"} for index in range(12)]
     reference = record_reference(live, tokenizer, many, tmp_path / "a.jsonl", batch_size=12, second_batch_size=5)
