@@ -68,14 +68,15 @@ def make_examples(rows: Sequence[Mapping[str, Any]], tokenizer: PreTrainedTokeni
 
 
 def epoch_batches(examples: Sequence[Example], batch_size: int, seed: int, epoch: int) -> Iterator[list[Example]]:
-    """Every example once, shuffled, in batches of similar length: shuffled runs of 16 batches are sorted by length and cut.
+    """Every example once, shuffled, in batches of similar prompt length: shuffled runs of 16 batches are sorted by it and cut.
 
-    The last, smaller batch is left out so that every step weighs the same.
+    By the *prompt's* length: sorted by the whole length, a batch would hold one decision only, because ``skip`` is short, and the
+    gradient would swing between the two. The last, smaller batch is left out so that every step weighs the same.
     """
     order = sorted(range(len(examples)), key=lambda index: chance(seed, "epoch", str(epoch), str(index)))
     batches = []
     for start in range(0, len(order), 16 * batch_size):
-        run = sorted(order[start : start + 16 * batch_size], key=lambda index: len(examples[index]))
+        run = sorted(order[start : start + 16 * batch_size], key=lambda index: len(examples[index].prompt_ids))
         batches += [run[at : at + batch_size] for at in range(0, len(run), batch_size)]
     full = [batch for batch in batches if len(batch) == batch_size]
     for number in sorted(range(len(full)), key=lambda number: chance(seed, "batch", str(epoch), str(number))):

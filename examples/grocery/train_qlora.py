@@ -46,7 +46,7 @@ class Settings:
 
     seed: int = SEED
     examples: int | None = None
-    epochs: int = 4
+    epochs: int = 3
     batch_size: int = 64
     learning_rate: float = 1e-3
     warmup_share: float = 0.05

@@ -26,14 +26,14 @@ def rows() -> list[dict[str, Any]]:
 def test_recommendations_are_20_to_50_tokens_and_varied(rows: list[dict[str, Any]], tokenizer: Any) -> None:
     texts = [json.loads(row["answer"])["text"] for row in rows if row["expected"] == "write"]
     lengths = [len(ids) for ids in tokenizer(texts, add_special_tokens=False)["input_ids"]]
-    assert 20 <= min(lengths) and max(lengths) <= 50
+    assert min(lengths) >= 20 and max(lengths) <= 50
     assert len(set(lengths)) >= 20
     assert len(set(texts)) == len(texts)
 
 
 def test_prompts_with_prefill_are_60_to_90_tokens(rows: list[dict[str, Any]], tokenizer: Any) -> None:
     lengths = {len(example.prompt_ids) for example in make_examples(rows[:2_000], tokenizer)}
-    assert 60 <= min(lengths) and max(lengths) <= 90
+    assert min(lengths) >= 60 and max(lengths) <= 90
 
 
 def test_an_example_is_the_tokenization_of_the_whole_text_and_eos(rows: list[dict[str, Any]], tokenizer: Any) -> None:
@@ -101,6 +101,16 @@ def test_every_epoch_sees_each_example_once_in_another_order() -> None:
         assert sorted(example.answer_ids[0] for batch in batches for example in batch) == list(range(96))
     assert first != second
     assert first == list(epoch_batches(examples, 8, seed=1, epoch=0))
+
+
+def test_batches_mix_short_and_long_answers() -> None:
+    """A batch of one decision only would teach the share of decisions in it, not the rule."""
+    examples = [Example((2,) * (60 + number % 5), (11, *(30,) * (40 if number % 2 else 1))) for number in range(1_024)]
+    shares = [
+        sum(len(example.answer_ids) > 2 for example in batch) / 64 for batch in epoch_batches(examples, 64, seed=1, epoch=0)
+    ]
+    assert len(shares) == 16
+    assert all(0.25 < share < 0.75 for share in shares)  # half, give or take four standard deviations of 1/16
 
 
 def test_the_learning_rate_warms_up_and_falls_to_zero() -> None:
