@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import itertools
 import json
 
 import pytest
@@ -166,7 +167,7 @@ def test_the_sample_is_spread_over_all(count):
     assert min(count, 64) <= len(taken) <= 128
     assert taken == sorted(set(taken))
     if count > 1:
-        gaps = {after - before for before, after in zip(taken, taken[1:], strict=False)}
+        gaps = {after - before for before, after in itertools.pairwise(taken)}
         assert len(gaps) == 1
         assert taken[0] == 0 and taken[-1] > count - 1 - max(gaps) - 1
 

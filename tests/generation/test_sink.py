@@ -103,7 +103,9 @@ def test_a_run_that_wrote_nothing_leaves_no_file_and_takes_over_an_empty_one(pat
     assert path.exists()
 
 
-@pytest.mark.parametrize(("place", "problem"), [("nowhere/r.jsonl", "No such file"), (".", "directory"), ("pipe", "no regular file")])
+@pytest.mark.parametrize(
+    ("place", "problem"), [("nowhere/r.jsonl", "No such file"), (".", "directory"), ("pipe", "no regular file")]
+)
 def test_what_is_no_file_is_refused(tmp_path, place, problem):
     os.mkfifo(tmp_path / "pipe")
     with pytest.raises(GenerationError, match=problem):
