@@ -306,7 +306,10 @@ def _check_complete(settings: LoraSettings, found: _Sorted, rows: tuple[TokenRow
                 f"{tensor.path}: {tensor.name!r} has no trained tensor beside it (modules_to_save); the adapter is incomplete"
             )
     if len(rows) < len(settings.trainable_tokens):
+        found_rows = {piece.module.rpartition(".")[2] for piece in rows}
+        lost = next(name for name in settings.trainable_tokens if name.rpartition(".")[2] not in found_rows)
         raise MergeError(
-            f"{settings.where}: trainable_token_indices name {len(settings.trainable_tokens)} modules, the adapter holds rows of "
-            f"{len(rows)}; it is incomplete"
+            f"{settings.where}: trainable_token_indices names rows of {lost!r}, but the adapter holds no "
+            "trainable_tokens_delta of it; "
+            "it is incomplete"
         )

@@ -48,6 +48,14 @@ def is_expert_layer(module: str) -> bool:
     return _EXPERT_LAYER.fullmatch(module) is not None
 
 
+def layers_in(name: str, shape: tuple[int, ...]) -> int:
+    """How many experts' layers, as transformers 4 has them, the base's tensor ``name`` holds; 0 for one that holds none."""
+    if name.endswith(".weight"):
+        return int(len(shape) == 2 and is_expert_layer(name.removesuffix(".weight")))
+    parameter = name.rpartition(".experts.")[2]
+    return shape[0] * len(_FUSED[parameter][0]) if parameter in _FUSED and len(shape) == 3 else 0
+
+
 def fused_tensor(module: str, tensors: Mapping[str, TensorInfo], names: NameMap) -> FusedTensor | None:
     """The fused tensor that holds the layer ``module`` (``...experts.3.w1``), or None."""
     match = _EXPERT_LAYER.fullmatch(module)

@@ -3,21 +3,18 @@
 from __future__ import annotations
 
 import fnmatch
-import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 
 from lora_merge.merging.architecture import Architecture
 from lora_merge.merging.checkpoint import Checkpoint
 from lora_merge.merging.errors import MergeError
-from lora_merge.merging.experts import fused_tensor
+from lora_merge.merging.experts import fused_tensor, layers_in
 from lora_merge.merging.names import NameMap
 from lora_merge.merging.quantization import QuantRecipe
 
 RULE = "default"
 """The word for transformers' rule in a list of quantized modules."""
-
-_EXPERT = re.compile(r".+\.experts\.\d+\..+\.weight")
 
 
 @dataclass(frozen=True)
@@ -51,19 +48,19 @@ def quantized_tensors(
     names = NameMap.of(base.tensors)
     wanted = recipe.quantized_modules
     modules: list[str] = []
+    found: dict[str, QuantizedTensor] = {}
     if wanted is None or RULE in wanted:
         modules += quantized_modules(architecture, recipe.skip_modules)
         if wanted is None:
-            modules += _expert_layers(base, experts_as_layers)
+            found = _expert_layers(base, experts_as_layers)
     for entry in wanted or ():
         if entry != RULE:
-            modules += _selected(entry, names)
-    if not modules:
+            modules += _selected(entry, base)
+    if not modules and not found:
         raise MergeError(
             f"base {base.folder.source}: no module of it would have been quantized under the recipe; "
             "a 4-bit base has at least one quantized linear layer"
         )
-    found: dict[str, QuantizedTensor] = {}
     missing: list[str] = []
     for module in modules:
         name = names.find(f"{module}.weight")
@@ -105,28 +102,34 @@ def quantized_modules(architecture: Architecture, skip_modules: tuple[str, ...] 
     )
 
 
-def _expert_layers(base: Checkpoint, experts_as_layers: bool | None) -> list[str]:
-    """The experts' layers and routers of a checkpoint that stores experts one by one, if training had them as layers."""
-    experts = [name for name in base.tensors if _EXPERT.fullmatch(name)]
+def _expert_layers(base: Checkpoint, experts_as_layers: bool | None) -> dict[str, QuantizedTensor]:
+    """The experts' tensors and their routers, if training had them as layers."""
+    experts = {
+        name: QuantizedTensor(layers_in(name, tensor.shape))
+        for name, tensor in base.tensors.items()
+        if layers_in(name, tensor.shape)
+    }
     if not experts or experts_as_layers is False:
-        return []
+        return {}
     if experts_as_layers is None:
         raise MergeError(
-            f"base {base.folder.source}: it has experts, such as {experts[0]}, which transformers 4 quantized as layers of "
-            "their own and "
-            f"transformers 5 leaves as they are; the adapter does not tell which trained it: give --quantized-modules {RULE} for "
+            f"base {base.folder.source}: it has experts, such as {next(iter(experts))}, which transformers 4 quantized as "
+            "layers of their "
+            "own and transformers 5 leaves as they are; the adapter does not tell which trained it: give --quantized-modules "
+            f"{RULE} for "
             f"version 5, or --quantized-modules '{RULE},*.experts.*,*.gate' for version 4"
         )
     routers = {f"{name.partition('.experts.')[0]}.gate.weight" for name in experts} & set(base.tensors)
-    return [name.removesuffix(".weight") for name in (*experts, *sorted(routers))]
+    return {**experts, **{name: QuantizedTensor() for name in sorted(routers)}}
 
 
-def _selected(entry: str, names: NameMap) -> list[str]:
+def _selected(entry: str, base: Checkpoint) -> list[str]:
     """The modules that one entry of a list of quantized modules stands for: a name, or a pattern with ``*``."""
     if "*" not in entry and "?" not in entry:
         return [entry]
-    modules = [name.removesuffix(".weight") for name in sorted(names.names) if name.endswith(".weight")]
-    chosen = [module for module in modules if fnmatch.fnmatchcase(module, entry)]
+    # Norms have weights too, but only matrices were ever quantized.
+    matrices = [name.removesuffix(".weight") for name, tensor in sorted(base.tensors.items()) if len(tensor.shape) == 2]
+    chosen = [module for module in matrices if fnmatch.fnmatchcase(module, entry)]
     if not chosen:
-        raise MergeError(f"quantized modules: pattern {entry!r} matches no module of the base")
+        raise MergeError(f"quantized modules: pattern {entry!r} matches no linear layer of the base")
     return chosen

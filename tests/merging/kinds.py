@@ -48,7 +48,7 @@ def _config(architecture: str) -> transformers.PretrainedConfig:
     if architecture == "gpt2":
         return transformers.GPT2Config(vocab_size=VOCABULARY, n_positions=64, n_embd=64, n_layer=2, n_head=4)
     if architecture == "gemma3_vlm":
-        vision = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2, "image_size": 28}
+        vision = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 2, "image_size": 28}
         return transformers.Gemma3Config(
             text_config={**TEXT, "head_dim": 16, "sliding_window": 16},
             vision_config={**vision, "patch_size": 14},

@@ -28,14 +28,13 @@ FAMILIES = {"mixtral": ("w1", "w3", "w2"), "qwen3_moe": ("gate_proj", "up_proj",
 
 
 def fused(base: Path, target: Path, architecture: str) -> Path:
-    """The base with its experts stacked, as transformers 5 holds them in memory. Oracle for names and order: its own state_dict."""
+    """The base with its experts stacked, as transformers 5 holds them. Oracle for names and order: its own state_dict."""
     model = load(base, architecture, torch.bfloat16)
     target.mkdir()
     for name in ("config.json", "generation_config.json"):
         shutil.copy(base / name, target / name)
-    save_file(
-        {name: tensor.contiguous() for name, tensor in model.state_dict().items()}, target / "model.safetensors", {"format": "pt"}
-    )
+    tensors = {name: tensor.contiguous() for name, tensor in model.state_dict().items()}
+    save_file(tensors, target / "model.safetensors", {"format": "pt"})
     return target
 
 

@@ -1,4 +1,5 @@
-"""Vision-language models under the names of both transformers generations, and text-only adapters on them. Oracles as in test_kinds."""
+"""Vision-language models under the names of both transformers generations, and text-only adapters on them. Oracles as in
+test_kinds."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Several adapters in one merge: the exact sum of weighted deltas. Oracle: float64 arithmetic written out, and PEFT's live model."""
+"""Several adapters in one merge: the exact sum of weighted deltas. Oracle: float64 arithmetic written out, and PEFT's live
+model."""
 
 from __future__ import annotations
 

@@ -1,0 +1,131 @@
+"""The recipe from what trainers leave beside an adapter. Oracle: the settings that each trainer passes to BitsAndBytesConfig."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from lora_merge.merging.errors import MergeError
+from lora_merge.merging.quantization import ASSUMED
+from lora_merge.merging.recipes import find_recipe
+from lora_merge.merging.trainers import leftover_recipe
+
+# As PEFT writes it (peft_model.py, create_or_update_model_card), with the settings of a live BitsAndBytesConfig.
+PEFT_CARD = """---
+library_name: peft
+---
+## Training procedure
+
+The following `bitsandbytes` quantization config was used during training:
+- quant_method: bitsandbytes
+- _load_in_8bit: False
+- _load_in_4bit: True
+- llm_int8_threshold: 6.0
+- llm_int8_skip_modules: {skip}
+- bnb_4bit_quant_type: {quant_type}
+- bnb_4bit_use_double_quant: {double}
+- bnb_4bit_compute_dtype: bfloat16
+- load_in_4bit: {four}
+- load_in_8bit: False
+
+### Framework versions
+- PEFT 0.12.0
+"""
+AXOLOTL = """base_model: NousResearch/Llama-3.2-1B
+load_in_8bit: false
+load_in_4bit: true
+adapter: qlora
+bf16: auto
+"""
+LLAMA_FACTORY = """model_name_or_path: meta-llama/Meta-Llama-3-8B-Instruct
+quantization_bit: 4
+quantization_method: bnb
+finetuning_type: lora
+bf16: true
+"""
+TRL = """model_name_or_path: Qwen/Qwen2-0.5B
+load_in_4bit: true
+use_peft: true
+dtype: bfloat16
+"""
+
+
+def settings(folder: Path, base: str | None = None) -> dict[str, Any] | None:
+    recipe = leftover_recipe(folder, base)
+    return None if recipe is None else {name: getattr(recipe, name) for name in recipe.origins}
+
+
+def card(quant_type: str = "nf4", double: bool = True, four: bool = True, skip: str = "None") -> str:
+    text = PEFT_CARD.format(quant_type=quant_type, double=double, four=four, skip=skip)
+    return text if four else text.replace("_load_in_4bit: True", "_load_in_4bit: False")
+
+
+def test_nothing_left_says_nothing(tmp_path):
+    (tmp_path / "README.md").write_text("# A model\n\n```yaml\nlearning_rate: 0.1\n```\n")
+    (tmp_path / "notes.yaml").write_text("- a\n- list\n")
+    (tmp_path / "broken.yaml").write_text("{: :")
+    assert settings(tmp_path, "meta-llama/Llama-3.2-1B") is None
+
+
+@pytest.mark.parametrize(("quant_type", "double"), [("nf4", True), ("nf4", False), ("fp4", False)])
+def test_peft(quant_type, double, tmp_path):
+    (tmp_path / "README.md").write_text(card(quant_type, double, skip="['lm_head', 'score']"))
+    expected = {"quant_type": quant_type, "double_quant": double, "block_size": 64, "skip_modules": ("lm_head", "score")}
+    assert settings(tmp_path) == expected
+    (tmp_path / "README.md").write_text(card(four=False))
+    assert settings(tmp_path) is None
+
+
+def test_axolotl(tmp_path):
+    expected = {"quant_type": "nf4", "double_quant": True, "block_size": 64, "quant_dtype": "bfloat16"}
+    (tmp_path / "README.md").write_text(f"<details><summary>See axolotl config</summary>\n\n```yaml\n{AXOLOTL}\n```\n</details>")
+    assert settings(tmp_path) == expected
+    given = "bnb_config_kwargs:\n  bnb_4bit_use_double_quant: false\n  bnb_4bit_quant_type: fp4\n"
+    (tmp_path / "README.md").write_text(f"```yaml\n{AXOLOTL.replace('bf16: auto', 'fp16: true')}{given}```\n")
+    assert settings(tmp_path) == {**expected, "double_quant": False, "quant_type": "fp4", "quant_dtype": "float16"}
+
+
+def test_llama_factory(tmp_path):
+    (tmp_path / "training_args.yaml").write_text(LLAMA_FACTORY)
+    assert settings(tmp_path) == {"quant_type": "nf4", "double_quant": True, "block_size": 64, "quant_dtype": "bfloat16"}
+    (tmp_path / "training_args.yaml").write_text(LLAMA_FACTORY + "double_quantization: false\nquantization_type: fp4\n")
+    assert settings(tmp_path) == {"quant_type": "fp4", "double_quant": False, "block_size": 64, "quant_dtype": "bfloat16"}
+    (tmp_path / "training_args.yaml").write_text(LLAMA_FACTORY.replace("bit: 4", "bit: 8"))
+    with pytest.raises(MergeError, match="quantization_bit"):
+        settings(tmp_path)
+
+
+def test_trl(tmp_path):
+    (tmp_path / "config.yaml").write_text(TRL)
+    assert settings(tmp_path) == {"quant_type": "nf4", "double_quant": False, "block_size": 64, "quant_dtype": "bfloat16"}
+    (tmp_path / "config.yaml").write_text(TRL + "use_bnb_nested_quant: true\n")
+    assert settings(tmp_path)["double_quant"] is True
+
+
+def test_unsloth(tmp_path):
+    expected = {"quant_type": "nf4", "double_quant": True, "block_size": 64, "quant_dtype": "bfloat16"}
+    assert settings(tmp_path, "unsloth/llama-3-8b-bnb-4bit") == expected
+    with pytest.raises(MergeError, match="give it as --base"):
+        settings(tmp_path, "unsloth/gemma-3-4b-it-unsloth-bnb-4bit")
+
+
+def test_leftovers_that_contradict_each_other(tmp_path):
+    (tmp_path / "README.md").write_text(card("fp4", double=False))
+    (tmp_path / "axolotl.yaml").write_text(AXOLOTL)
+    with pytest.raises(MergeError, match=r"README\.md.*axolotl"):
+        settings(tmp_path)
+
+
+def test_order_of_sources(tmp_path):
+    """Flags before everything; a record before leftovers; leftovers before the assumed recipe, setting by setting."""
+    (tmp_path / "README.md").write_text(card("nf4", double=False))
+    found = find_recipe({"quant_type": "fp4"}, None, {}, tmp_path)
+    assert (found.quant_type, found.double_quant, found.quant_dtype) == ("fp4", False, "bfloat16")
+    assert found.origins["quant_type"] == "given explicitly" and "README.md" in found.origins["double_quant"]
+    assert found.origins["quant_dtype"] == ASSUMED and found.assumed, "PEFT does not write down the weights' own type"
+    record = {"format": "lora-merge/quantization-recipe", "version": 1, "recipe": {"quant_type": "nf4", "double_quant": True}}
+    (tmp_path / "quantization_recipe.json").write_text(json.dumps(record))
+    assert find_recipe({}, None, {}, tmp_path).double_quant is True
