@@ -1,0 +1,119 @@
+"""The command line: exit codes, streams, one-line errors."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner
+
+from lora_merge.generation.cli import main
+from lora_merge.generation.settle import CHUNK_WITHOUT_GPU
+from tests.generation.builders import make_prompts, read_rows, write_lines
+from verification.gate import certificate_path
+
+ROOT = Path(__file__).parents[2]
+
+
+def call(*arguments):
+    return CliRunner().invoke(main, [str(argument) for argument in arguments])
+
+
+def generate(checkpoint, prompts, out, *rest):
+    given = ("--model", checkpoint, "--prompts", prompts, "--out", out, "--skip-threshold", 0.4, "--max-tokens", 8)
+    return call(*given, *rest)
+
+
+def test_a_run_from_end_to_end(checkpoint, prompts, tmp_path):
+    out = tmp_path / "r.jsonl"
+    done = generate(checkpoint, prompts, out)
+    assert done.exit_code == 0, done.output
+    rows = read_rows(out)
+    assert len(rows) == 40
+    summary = done.stdout.splitlines()
+    assert summary[0] == f"{out}: 40 rows (gated)"
+    kept = sum(row["kept"] for row in rows)
+    assert any(line.startswith(f"  kept      {kept};") for line in summary)
+    assert "certificate" in done.stderr
+    assert json.loads((tmp_path / "r.jsonl.run.json").read_text())["settings"]["chunk_size"] == CHUNK_WITHOUT_GPU
+
+
+def test_json_is_alone_on_standard_output_and_quiet_is_quiet(checkpoint, prompts, tmp_path):
+    """In a process of its own: the libraries read their log levels when they are first imported."""
+    command = [sys.executable, "-m", "lora_merge.generation.cli", "--model", checkpoint, "--prompts", prompts]
+    command += ["--out", tmp_path / "r.jsonl", "--skip-threshold", "0.4", "--max-tokens", "8", "--format", "json", "--quiet"]
+    done = subprocess.run([str(word) for word in command], capture_output=True, text=True, cwd=ROOT)
+    result = json.loads(done.stdout)
+    assert (result["counts"]["rows"], result["gated"], result["quarantined"], result["shard"]) == (40, True, 0, "1/1")
+    assert done.stderr == ""
+
+
+def test_a_refusal_is_one_line_and_exit_1(checkpoint, prompts, tmp_path):
+    weights = checkpoint / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-1] + b"\x7f")
+    done = generate(checkpoint, prompts, tmp_path / "r.jsonl")
+    assert done.exit_code == 1
+    assert done.stdout == ""
+    assert len(done.stderr.splitlines()) == 1 and done.stderr.startswith("error: ")
+    assert "was changed since it was certified" in done.stderr
+
+
+def test_ungated_is_loud_even_when_quiet(checkpoint, prompts, tmp_path):
+    shutil.rmtree(certificate_path(checkpoint).parent)
+    arguments = (checkpoint, prompts, tmp_path / "r.jsonl", "--engine", "hf", "--quiet")
+    assert generate(*arguments).exit_code == 1
+    done = generate(*arguments, "--allow-ungated")
+    assert done.exit_code == 0
+    assert "warning: NOT GATED" in done.stderr
+    assert "(NOT GATED)" in done.stdout
+    assert {row["gated"] for row in read_rows(tmp_path / "r.jsonl")} == {False}
+
+
+def test_shards_and_join(checkpoint, prompts, tmp_path):
+    parts = [tmp_path / f"{index}.jsonl" for index in (1, 2)]
+    for index, part in enumerate(parts, start=1):
+        done = generate(checkpoint, prompts, part, "--shard", f"{index}/2", "--chunk-size", 16)
+        assert done.exit_code == 0, done.output
+    done = call("join", *parts, "--out", tmp_path / "joined.jsonl", "--format", "json")
+    assert json.loads(done.stdout)["counts"]["rows"] == 40
+    assert call("join", parts[0], "--out", tmp_path / "half.jsonl").exit_code == 1
+
+
+def test_rows_set_aside_are_told(checkpoint, tmp_path):
+    prompts = write_lines(tmp_path / "p.jsonl", [*make_prompts(8), b"{"])
+    done = generate(checkpoint, prompts, tmp_path / "r.jsonl", "--max-quarantine", 0.2)
+    assert done.exit_code == 0
+    assert "set aside 1 of 9 rows" in done.stdout
+    assert "warning: 1 of 9 rows" in done.stderr
+
+
+def test_the_check_for_servers(checkpoint):
+    done = call("check", "--model", checkpoint)
+    assert done.exit_code == 0 and "may be used" in done.stdout
+    shown = json.loads(call("check", "--model", checkpoint, "--format", "json").stdout)
+    assert shown["gated"] is True and len(shown["root"]) == 64
+    (checkpoint / "config.json").unlink()
+    done = call("check", "--model", checkpoint)
+    assert done.exit_code == 1 and done.stdout == "" and "config.json is missing" in done.stderr
+    assert call("check", "--model", checkpoint, "--allow-ungated").exit_code == 2  # there is nothing to allow
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ((), "Missing option '--model'"),
+        (("--model", "m", "--prompts", "p", "--out", "o"), "Missing option '--skip-threshold'"),
+        (("--model", "m", "--prompts", "p", "--out", "o", "--skip-threshold", "1.5"), "1.5 is not in the range"),
+        (("--model", "m", "--prompts", "p", "--out", "o", "--skip-threshold", "0.5", "--shard", "5/4"), "expected i/n"),
+        (("--model", "m", "check", "--model", "m"), "--model stands before 'check'"),
+        (("join", "a.jsonl"), "Missing option '--out'"),
+    ],
+)
+def test_usage_errors_exit_with_2(arguments, message):
+    done = call(*arguments)
+    assert done.exit_code == 2
+    assert message in done.stderr
