@@ -67,6 +67,9 @@ class MergeResult:
     plan: MergePlan
 
 
+# What training leaves in an adapter's repository beside the adapter.
+_ADAPTER_IGNORE = ("checkpoint-*/*", "global_step*/*", "runs/*", "*.pt", "*.pth", "*.gguf", "*.onnx")
+
 Adapters = str | os.PathLike[str] | Sequence[str | os.PathLike[str]]
 """One adapter, or several to be added up: folders or hub ids."""
 
@@ -88,7 +91,7 @@ def plan_merge(base: str | os.PathLike[str], adapter: Adapters, options: MergeOp
     if options.packing not in PACKINGS:
         raise MergeError(f"expert packing {options.packing!r}: expected one of {', '.join(PACKINGS)}")
     base_folder = resolve_folder(os.fspath(base), "base", options.revision)
-    folders = [resolve_folder(os.fspath(source), "adapter", ignore=()) for source in sources]
+    folders = [resolve_folder(os.fspath(source), "adapter", ignore=_ADAPTER_IGNORE) for source in sources]
     checkpoint = read_checkpoint(base_folder)
     loaded = tuple(read_adapter(folder, base_is_residual=options.base_is_residual) for folder in folders)
     given = [*options.recipe] + (["quant_config"] if options.quant_config is not None else [])

@@ -136,7 +136,7 @@ class RoundTrip(Operation):
             part = absmax[self._blocks(rows.columns, start, stop)]
             if not kernels.block_absmax(values.reshape(-1).view(np.uint32), self.recipe.block_size, part.view(np.uint32)):
                 raise not_quantizable(rows.source, self.recipe, start, stop)
-        return _BoundRoundTrip(self, rows.columns, self._scales(absmax, rows))
+        return _BoundRoundTrip(self, rows.columns, self._scales(absmax, rows), exact=_holds_exactly(self.recipe, rows.source))
 
     def _scales(self, absmax: NDArray[np.float32], rows: Rows) -> BlockScales:
         if rows.rows * rows.columns % (self.parts * self.recipe.block_size) and self.parts > 1:
@@ -164,21 +164,31 @@ class RoundTrip(Operation):
 
 @dataclass(frozen=True)
 class _BoundRoundTrip(Step):
+    """Attributes: ``exact``: whether the tensor's own type is the one it was quantized in: then it need not be rounded first."""
+
     operation: RoundTrip
     columns: int
     scales: BlockScales
+    exact: bool
 
     def apply(self, values: Values, start: int, stop: int) -> Values:
         recipe = self.operation.recipe
         quant_dtype = BY_TORCH_NAME[recipe.quant_dtype]
-        round_through(values, quant_dtype)
+        if not self.exact:
+            round_through(values, quant_dtype)
         round_trip(values.reshape(-1), self.scales, self.operation._blocks(self.columns, start, stop), recipe)
         return round_through(values, quant_dtype)
 
 
 def quantizable(rows: Rows, start: int, stop: int, recipe: QuantRecipe) -> NDArray[np.float32]:
     """Rows ``[start, stop)`` in the type that bitsandbytes saw, as float32."""
-    return round_through(np.ascontiguousarray(rows.compute(start, stop), np.float32), BY_TORCH_NAME[recipe.quant_dtype])
+    values: NDArray[np.float32] = rows.compute(start, stop)
+    return values if _holds_exactly(recipe, rows.source) else round_through(values, BY_TORCH_NAME[recipe.quant_dtype])
+
+
+def _holds_exactly(recipe: QuantRecipe, source: TensorInfo) -> bool:
+    """Whether the source's type is the one the recipe quantizes from. A round trip comes first: its values are the source's."""
+    return BY_TORCH_NAME[recipe.quant_dtype] == source.dtype
 
 
 def not_quantizable(source: TensorInfo, recipe: QuantRecipe, start: int, stop: int) -> MergeError:

@@ -26,7 +26,7 @@ from lora_merge.merging.placement import Change, Placement
 from lora_merge.merging.quantization import QuantRecipe
 from lora_merge.merging.safetensors_file import SafetensorsHeader, TensorInfo, encode_header
 from lora_merge.merging.side_files import ConfigChanges, SideFile, plan_side_files
-from lora_merge.merging.stored_state import StoredState, read_stored_state
+from lora_merge.merging.stored_state import StoredState, read_stored_state, stored_recipe
 from lora_merge.merging.tying import EMBEDDINGS, find_tie, is_vocabulary, settle_tie
 from lora_merge.merging.updates import TransposedRoundTrip
 
@@ -208,7 +208,9 @@ def make_plan(
     untied = settle_tie(tie, changes, Change) if tie is not None else False
     vocabulary = _check_vocabulary(base, placement)
     quantized: Mapping[str, QuantizedTensor] = {}
-    if recipe is not None and not stored.decoders:
+    if recipe is not None and stored.decoders:
+        recipe = stored_recipe(stored, recipe)
+    elif recipe is not None:
         quantized = quantized_tensors(base, recipe, architecture, _experts_as_layers(adapters))
     planner = _TensorPlanner(changes, stored, quantized, recipe, _output_dtype(dtype))
     embedding = tie.embedding if tie is not None and untied and not tie.head_stored else None
@@ -220,9 +222,7 @@ def make_plan(
         )
         for shard in base.shards
     )
-    method = ORIGINAL_WEIGHTS if recipe is None else FROM_8BIT if _is_8bit(base) else FROM_4BIT
-    if method == FROM_8BIT:
-        recipe = None
+    method = _method(stored, recipe)
     changed = ConfigChanges(dtype, untied, vocabulary)
     side_files = plan_side_files(
         base, adapters, changed, {s.file: [(t.name, t.nbytes) for t in s.tensors] for s in shards}, method, recipe
@@ -250,9 +250,10 @@ def _stored_state(base: Checkpoint, *, through_it: bool) -> StoredState:
     return stored
 
 
-def _is_8bit(base: Checkpoint) -> bool:
-    quantization = base.config.get("quantization_config")
-    return isinstance(quantization, dict) and bool(quantization.get("load_in_8bit", quantization.get("_load_in_8bit", False)))
+def _method(stored: StoredState, recipe: QuantRecipe | None) -> str:
+    if stored.decoders and recipe is None:
+        return FROM_8BIT
+    return ORIGINAL_WEIGHTS if recipe is None else FROM_4BIT
 
 
 def _output_dtype(dtype: str | None) -> DType | None:

@@ -26,6 +26,7 @@ DOUBLE_QUANT_BLOCK = 256
 """Block size of the second quantization; fixed in bitsandbytes."""
 
 ASSUMED = "assumed (QLoRA default)"
+GIVEN = "given explicitly"
 _SETTINGS = ("quant_type", "double_quant", "block_size", "quant_dtype", "skip_modules", "quantized_modules")
 
 

@@ -13,7 +13,7 @@ from typing import Any
 
 from lora_merge.merging.errors import MergeError
 from lora_merge.merging.folders import read_json
-from lora_merge.merging.quantization import ASSUMED, RECIPE_FIELDS, QuantRecipe
+from lora_merge.merging.quantization import ASSUMED, GIVEN, RECIPE_FIELDS, QuantRecipe
 from lora_merge.merging.trainers import leftover_recipe
 
 RECIPE_FILE = "quantization_recipe.json"
@@ -40,7 +40,7 @@ def find_recipe(
     if unknown:
         raise MergeError(f"recipe setting {min(unknown)!r}: expected one of {', '.join(RECIPE_FIELDS)}")
     settings = dict(given)
-    origins = dict.fromkeys(given, "given explicitly")
+    origins = dict.fromkeys(given, GIVEN)
     own, recorded = recipe_of_config(base_config), read_recipe(adapter_folder)
     sources = (_recipe_in_file(Path(quant_config)) if quant_config is not None else None, own, recorded)
     # Leftovers are hints; where something was meant as a record, they are not asked. A base's name tells nothing more than its

@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 from lora_merge.merging.dtypes import BY_TORCH_NAME, FLOATING, DType, round_through
 from lora_merge.merging.errors import MergeError
 from lora_merge.merging.operations import Decoder, ReadRows
-from lora_merge.merging.quantization import BLOCK_SIZES, QUANT_TYPES, code_table, dequantize_absmax
+from lora_merge.merging.quantization import BLOCK_SIZES, GIVEN, QUANT_TYPES, QuantRecipe, code_table, dequantize_absmax
 from lora_merge.merging.safetensors_file import TensorInfo, read_tensor
 
 _STATE = ".quant_state.bitsandbytes__"
@@ -160,6 +160,37 @@ def read_stored_state(tensors: Mapping[str, TensorInfo], default_dtype: str) -> 
             decoders[weight] = _read_8bit(weight, name, tensors, default_dtype)
             parts.update({name, f"{name.removesuffix('.SCB')}.weight_format"} & set(tensors))
     return StoredState(decoders, frozenset(parts))
+
+
+def stored_recipe(stored: StoredState, asked: QuantRecipe) -> QuantRecipe | None:
+    """The recipe that the stored 4-bit state tells, to be recorded; None for 8 bit.
+
+    Args:
+        asked: the recipe as it was settled without looking at the state.
+
+    Raises:
+        MergeError: a setting given explicitly contradicts the state.
+    """
+    first = next((decoder for decoder in stored.decoders.values() if isinstance(decoder, Dequantize4Bit)), None)
+    told: dict[str, Any] = {}
+    if first is not None:
+        told = {
+            "quant_type": first.quant_type,
+            "double_quant": first.nested_absmax is not None,
+            "block_size": first.block_size,
+            "quant_dtype": first.dtype.torch_name,
+        }
+    for name, origin in asked.origins.items():
+        if origin == GIVEN and told.get(name) != getattr(asked, name):
+            raise MergeError(
+                f"{name} {getattr(asked, name)!r} was given, but the base is stored quantized and its own state counts "
+                f"({told.get(name, 'which tells the modules, too')}); leave it out"
+            )
+    if first is None:
+        return None
+    return QuantRecipe(
+        **told, skip_modules=asked.skip_modules, origins=dict.fromkeys([*told, "skip_modules"], "the base's stored state")
+    )
 
 
 def _read_4bit(weight: str, quant_type: str, tensors: Mapping[str, TensorInfo]) -> tuple[Dequantize4Bit, set[str]]:

@@ -45,6 +45,10 @@ def _config(architecture: str) -> transformers.PretrainedConfig:
         return transformers.Qwen3MoeConfig(
             **TEXT, head_dim=16, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=64, tie_word_embeddings=False
         )
+    if architecture == "gpt_oss":
+        return transformers.GptOssConfig(
+            **{**TEXT, "intermediate_size": 64}, head_dim=16, num_local_experts=4, num_experts_per_tok=2, sliding_window=16
+        )
     if architecture == "gpt2":
         return transformers.GPT2Config(vocab_size=VOCABULARY, n_positions=64, n_embd=64, n_layer=2, n_head=4)
     if architecture == "gemma3_vlm":

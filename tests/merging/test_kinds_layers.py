@@ -135,6 +135,19 @@ def test_adapters_on_single_experts(architecture, moe, tmp_path):
     assert (answer(load(exactly, architecture, None), architecture) - expected).abs().max() < 2e-4 * expected.abs().max()
 
 
+def test_experts_that_are_stored_transposed(tmp_path):
+    """GPT-OSS: (experts, in, out); its down projection is square here, so that only the class tells which way round. Oracle:
+    the live model."""
+    base = save_base(tmp_path / "base", "gpt_oss")
+    kind = Kind({"target_modules": ["q_proj"], "target_parameters": ["experts.gate_up_proj", "experts.down_proj"]})
+    live = train(load(base, "gpt_oss"), kind)
+    live.save_pretrained(tmp_path / "adapter")
+    expected = answer(live, "gpt_oss")
+    out = merge(base, tmp_path / "adapter", tmp_path / "out", MergeOptions(dtype="float32")).out
+    assert (answer(load(out, "gpt_oss", None), "gpt_oss") - expected).abs().max() < 2e-4 * expected.abs().max()
+    assert (answer(load(base, "gpt_oss"), "gpt_oss") - expected).abs().max() > 1e-2
+
+
 def test_the_other_packing_of_experts_is_a_flag(moe, tmp_path):
     """The same adapter with lora_B laid out expert by expert: the flag, and only the flag, gives the same merge."""
     base = moe("qwen3_moe")[1]

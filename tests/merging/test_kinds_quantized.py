@@ -263,6 +263,19 @@ def test_a_quantized_base_has_to_be_meant(stored, tmp_path):
         merge(folder, tmp_path / "adapter", tmp_path / "out")
 
 
+def test_the_stored_state_is_the_recipe(stored, tmp_path):
+    """Nothing of it is assumed, and a flag that contradicts it is an error rather than ignored."""
+    folder, plain, _ = stored("nf4-double", "llama")
+    train(load(plain, "llama"), Kind({"target_modules": ["q_proj"]})).save_pretrained(tmp_path / "adapter")
+    recipe = plan_merge(folder, tmp_path / "adapter", MergeOptions(from_4bit=True)).recipe
+    assert recipe is not None and not recipe.assumed
+    assert (recipe.quant_type, recipe.double_quant, recipe.block_size, recipe.quant_dtype) == ("nf4", True, 64, "bfloat16")
+    plan_merge(folder, tmp_path / "adapter", MergeOptions(from_4bit=True, recipe={"quant_type": "nf4"}))
+    for wrong in ({"quant_type": "fp4"}, {"double_quant": False}, {"quantized_modules": ("lm_head",)}):
+        with pytest.raises(MergeError, match=next(iter(wrong))):
+            plan_merge(folder, tmp_path / "adapter", MergeOptions(from_4bit=True, recipe=wrong))
+
+
 @pytest.mark.parametrize("part", ["absmax", "nested_absmax", "nested_quant_map", "quant_map"])
 def test_damaged_states_are_refused(part, stored, tmp_path):
     folder, plain, _ = stored("nf4-double", "llama")
