@@ -191,3 +191,55 @@ def test_a_pickled_adapter_gives_the_same_merge(folders, tmp_path):
     one, other = merge(base, pickled, tmp_path / "a"), merge(base, adapter, tmp_path / "b")
     assert one.manifest.output["model.safetensors"] == other.manifest.output["model.safetensors"]
     assert set(one.manifest.adapter.files) == {"adapter_config.json", "adapter_model.bin"}
+
+
+TIED = {
+    "tokens-by-name": Kind({**QV, "trainable_token_indices": {"embed_tokens": [9, 2]}}),
+    "saved-and-kept-tied": Kind({**QV, "modules_to_save": ["embed_tokens"], "ensure_weight_tying": True}),
+    "resized-under-lora": Kind({"target_modules": ["embed_tokens"]}, before=lambda model: model.resize_token_embeddings(170)),
+    "head-and-tokens": Kind({**QV, "trainable_token_indices": {"embed_tokens": [9], "lm_head": [4, 5]}}),
+    "saved-both": Kind({**QV, "modules_to_save": ["embed_tokens", "lm_head"]}),
+}
+
+
+@pytest.mark.parametrize("kind", TIED)
+@pytest.mark.parametrize("shard_size", [None, "60KB"])
+def test_tied_bases_in_one_file_and_in_several(kind, shard_size, tmp_path):
+    """The head gets its place in the embedding's file and in the index. Oracle: the live model."""
+    base = save_base(tmp_path / "base", "gemma3", **({"max_shard_size": shard_size} if shard_size else {}))
+    live = train(load(base, "gemma3"), TIED[kind])
+    live.save_pretrained(tmp_path / "adapter")
+    expected = answer(live, "gemma3")
+    out = merge(base, tmp_path / "adapter", tmp_path / "out", MergeOptions(dtype="float32")).out
+    assert (answer(load(out, "gemma3", None), "gemma3") - expected).abs().max() < 2e-4 * expected.abs().max()
+    if shard_size:
+        index = json.loads((out / "model.safetensors.index.json").read_text())
+        assert set(index["weight_map"]) == set(load_folder(out))
+        assert index["metadata"]["total_size"] == sum(t.numel() * t.element_size() for t in load_folder(out).values())
+        manifest = merge(base, tmp_path / "adapter", tmp_path / "again").manifest
+        import hashlib
+
+        for name, digest in manifest.base.files.items():
+            assert hashlib.sha256((base / name).read_bytes()).hexdigest() == digest, "hashed in passing, whatever was replaced"
+
+
+def test_a_tied_base_that_stores_its_head_all_the_same(tmp_path):
+    """A copy of the embedding as lm_head.weight: both follow, unless they differ already, which is an error."""
+    from safetensors.torch import save_file
+
+    from lora_merge.merging.errors import MergeError
+
+    base = save_base(tmp_path / "base", "gemma3")
+    live = train(load(base, "gemma3"), KINDS["tokens"])
+    live.save_pretrained(tmp_path / "adapter")
+    expected = answer(live, "gemma3")
+    file = base / "model.safetensors"
+    tensors = load_file(file)
+    save_file({**tensors, "lm_head.weight": tensors["model.embed_tokens.weight"].clone()}, file, {"format": "pt"})
+    out = merge(base, tmp_path / "adapter", tmp_path / "out", MergeOptions(dtype="float32")).out
+    after = load_folder(out)
+    assert torch.equal(after["lm_head.weight"], after["model.embed_tokens.weight"])
+    assert (answer(load(out, "gemma3", None), "gemma3") - expected).abs().max() < 2e-4 * expected.abs().max()
+    save_file({**tensors, "lm_head.weight": tensors["model.embed_tokens.weight"] + 1}, file, {"format": "pt"})
+    with pytest.raises(MergeError, match="tie_word_embeddings"):
+        merge(base, tmp_path / "adapter", tmp_path / "two")
