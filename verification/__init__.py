@@ -9,6 +9,8 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 _PUBLIC = {
+    "AuditOptions": "verification.audit_api",
+    "AuditResult": "verification.audit_api",
     "CheckedCertificate": "verification.gate",
     "Inconclusive": "verification.errors",
     "Limits": "verification.limits",
@@ -17,6 +19,7 @@ _PUBLIC = {
     "Verdict": "verification.verdict",
     "VerificationError": "verification.errors",
     "VerifyOptions": "verification.api",
+    "audit_merge": "verification.audit_api",
     "check_certificate": "verification.gate",
     "judge": "verification.verdict",
     "read_measurements": "verification.drift_file",
@@ -30,6 +33,9 @@ __all__ = sorted(_PUBLIC)
 if TYPE_CHECKING:
     from verification.api import VerifyOptions as VerifyOptions
     from verification.api import verify_skip_drift as verify_skip_drift
+    from verification.audit_api import AuditOptions as AuditOptions
+    from verification.audit_api import AuditResult as AuditResult
+    from verification.audit_api import audit_merge as audit_merge
     from verification.checks import Outcome as Outcome
     from verification.drift_file import read_measurements as read_measurements
     from verification.errors import Inconclusive as Inconclusive

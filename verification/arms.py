@@ -16,6 +16,10 @@ from lora_merge.engines.opening import EngineKind, open_engine
 from lora_merge.engines.prompts import Prompt
 from lora_merge.engines.protocol import Engine
 from lora_merge.engines.scores import DecisionScore
+from lora_merge.merging.modules import RULE
+from lora_merge.merging.names import neutral
+from lora_merge.merging.quantization import QuantRecipe
+from lora_merge.merging.recipes import recipe_of
 from verification.errors import Inconclusive
 from verification.measurement import NoiseFloor
 from verification.prepare import Prepared, sample_of
@@ -69,11 +73,11 @@ class Arm:
 
 
 class Stages:
-    """Tells the user which model is at work; the default says nothing."""
+    """Tells the user what is at work; the default says nothing."""
 
     @contextlib.contextmanager
-    def stage(self, what: str, prompts: int) -> Iterator[Progress]:
-        """Enter one stage that will score ``prompts`` prompts; gives what to tell of those that are done."""
+    def stage(self, what: str, total: float, unit: str = "prompts") -> Iterator[Progress]:
+        """Enter one stage of ``total`` prompts or bytes; gives what to tell of those that are done."""
         yield no_progress
 
 
@@ -121,6 +125,7 @@ def live_reference(
             quantized=True,
         )
         model = load_adapter(model, adapter)
+        _check_quantized_modules(model, sources.recipe)  # before any forward: a repacked layer no longer tells
         engine = TransformersEngine.from_model(model)
         facts = {**engine.describe(), "base": sources.base.source, "adapter": sources.adapter.source, "recorded": False}
         floors: tuple[NoiseFloor, ...]
@@ -183,19 +188,11 @@ def float32_arms(
 
     The first is merged anew in float32 below ``scratch``, four bytes a parameter, and removed again.
     """
-    from lora_merge.merging.api import MergeOptions, merge
+    from lora_merge.merging.api import merge
 
     if sources.base is None or sources.adapter is None:
         raise Inconclusive("--split needs base and adapter on this machine; give --base and --adapter")
-    recipe = sources.recipe
-    if recipe is None and not sources.prequantized:
-        merging = MergeOptions(dtype="float32", trust_remote_code=options.trust_remote_code)
-    else:
-        settings = {} if recipe is None or sources.prequantized else recipe.to_json()
-        given = {
-            name: _hashable(value) for name, value in settings.items() if name not in ("origins", "assumed") and value is not None
-        }
-        merging = MergeOptions(from_4bit=True, recipe=given, dtype="float32", trust_remote_code=options.trust_remote_code)
+    merging = sources.merge_options(dtype="float32", trust_remote_code=options.trust_remote_code)
     prompts = len(prepared.prompts)
     with tempfile.TemporaryDirectory(prefix=".float32-", dir=scratch) as place:
         truth = Path(place) / "reference"
@@ -250,5 +247,16 @@ def _small_batches(
     return NoiseFloor.between(source, [first[prompt.id] for prompt in sample], again)
 
 
-def _hashable(value: Any) -> Any:
-    return tuple(value) if isinstance(value, list) else value
+def _check_quantized_modules(model: Any, recipe: QuantRecipe | None) -> None:
+    """A recipe that was read from live layers names them; a fresh load must quantize the same."""
+    wanted = None if recipe is None else recipe.quantized_modules
+    live = recipe_of(model)
+    if wanted is None or live is None or any(set(entry) & set("*?[") or entry == RULE for entry in wanted):
+        return
+    expected, found = ({neutral(name) for name in names} for names in (wanted, live.quantized_modules or ()))
+    if expected != found:
+        module = min(expected ^ found)
+        where = "in training and not here" if module in expected else "here and not in training"
+        raise Inconclusive(
+            f"module {module} was quantized {where}: another transformers version? Record a reference at training instead"
+        )

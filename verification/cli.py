@@ -5,21 +5,19 @@ from __future__ import annotations
 import contextlib
 import json
 import sys
-from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING, Any, TypeVar
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
 
 import click
 
 import lora_merge
 from lora_merge.console import Progress, note, progress_bar, quiet_libraries, reports_errors
+from verification.options import FLOAT_TYPES, Command, recipe_options, source_options
 
 if TYPE_CHECKING:
     from verification.api import VerifyOptions
     from verification.limits import Limits
     from verification.verdict import Verdict
-
-FLOAT_TYPES = ("bfloat16", "float16", "float32")
-BLOCK_SIZES = tuple(str(1 << power) for power in range(5, 13))
 
 
 class _Share(click.FloatRange):
@@ -34,9 +32,6 @@ class _Share(click.FloatRange):
 
 _SHARE = _Share(0, 1, min_open=True, max_open=True)
 _LIMITS = ("max_delta", "skip_threshold", "max_p99_delta", "max_abs_delta", "max_bias", "max_flip_rate")
-_RECIPE = ("quant_type", "double_quant", "block_size", "quant_dtype")
-
-Command = TypeVar("Command", bound=Callable[..., Any])
 
 
 def limit_options(command: Command) -> Command:
@@ -89,17 +84,7 @@ _SETTINGS: dict[str, Any] = {"help_option_names": ["-h", "--help"], "max_content
 @click.option("--merged", metavar="OUT", help="Folder of the merged checkpoint.  [required]")
 @click.option("--prompts", metavar="PROMPTS", help="JSON Lines prompt file.  [required]")
 @limit_options
-@click.option(
-    "--base", metavar="BASE", help="Base of the reference: folder or hub id.  [default: what the manifest in OUT names]"
-)
-@click.option("--adapter", metavar="ADAPTER", help="Adapter of the reference.  [default: what the manifest in OUT names]")
-@click.option("--revision", metavar="R", help="Revision of a base on the hub.")
-@click.option("--other-base-name", is_flag=True, help="The base is the adapter's own, although the adapter names it differently.")
-@click.option("--quant-type", type=click.Choice(["nf4", "fp4"]), help="4-bit type of the training run.")
-@click.option("--double-quant/--no-double-quant", default=None, help="Whether training used double quantization.")
-@click.option("--blocksize", "block_size", type=click.Choice(BLOCK_SIZES), help="Weights a quantization block.")
-@click.option("--quant-dtype", type=click.Choice(FLOAT_TYPES), help="Type of the weights when they were quantized.")
-@click.option("--quant-config", metavar="FILE", help="JSON file with the recipe.")
+@source_options
 @click.option("--reference", metavar="FILE", help="A recorded reference, instead of a live one.")
 @click.option("--record-reference", metavar="FILE", help="Write the live reference there.")
 @click.option("--prefill", metavar="TEXT", help='Text between prompt and decision.  [default: {"decision": "]')
@@ -108,6 +93,7 @@ _SETTINGS: dict[str, Any] = {"help_option_names": ["-h", "--help"], "max_content
 @click.option("--num-prompts", type=click.IntRange(min=1), metavar="N", help="Score a seeded sample of N prompts.")
 @click.option("--seed", type=click.IntRange(min=0), default=0, show_default=True, help="Of the sample.")
 @click.option("--control/--no-control", default=True, show_default=True, help="Score the bare base on a sample.")
+@click.option("--audit/--no-audit", default=True, show_default=True, help="Hold every weight against base and adapter first.")
 @click.option("--split", is_flag=True, help="Also measure in float32 arithmetic, to tell merge drift from engine drift.")
 @click.option("--engine", type=click.Choice(["auto", "hf", "vllm"]), default="auto", show_default=True, help="Of generation.")
 @click.option("--dtype", type=click.Choice(["auto", *FLOAT_TYPES]), default="auto", show_default=True, help="Of the engine.")
@@ -182,15 +168,13 @@ def _verify_options(settings: dict[str, Any]) -> VerifyOptions:
     def picked(*names: str) -> dict[str, Any]:
         return {name: settings[name] for name in names}
 
-    recipe = {name: value for name, value in picked(*_RECIPE).items() if value is not None}
-    if "block_size" in recipe:
-        recipe["block_size"] = int(recipe["block_size"])
+    recipe = recipe_options(settings)
     engine = ("engine", "dtype", "device", "tensor_parallel_size", "max_model_len", "gpu_memory_utilization", "max_num_seqs")
     measure = MeasureOptions(
         sources=SourceOptions(recipe=recipe, **picked("base", "adapter", "revision", "quant_config", "other_base_name")),
         decision=DecisionOptions(**picked("prefill", "skip_label", "write_label", "num_prompts", "seed")),
         engine=EngineOptions(**picked(*engine, "trust_remote_code")),
-        **picked("reference", "record_reference", "control", "split"),
+        **picked("reference", "record_reference", "control", "audit", "split"),
     )
     return VerifyOptions(limits=_limits(picked(*_LIMITS)), measure=measure, **picked("report", "sign_key"))
 
@@ -206,10 +190,10 @@ def _terminal_stages(quiet: bool) -> Any:
 
     class TerminalStages(Stages):
         @contextlib.contextmanager
-        def stage(self, what: str, prompts: int) -> Iterator[Progress]:
+        def stage(self, what: str, total: float, unit: str = "prompts") -> Iterator[Progress]:
             if not quiet:
-                note(f"scoring: {what}")
-            with progress_bar(what, prompts, unit="prompts", quiet=quiet) as progress:
+                note(f"{'scoring' if unit == 'prompts' else 'checking'}: {what}")
+            with progress_bar(what, total, unit=unit, quiet=quiet) as progress:
                 yield progress
 
     return TerminalStages()

@@ -20,12 +20,15 @@ from verification.arms import (
     merged_arm,
     recorded_reference,
 )
+from verification.audit import AUDIT_CHECK, audit_weights
+from verification.audit_api import merge_plan
+from verification.checks import Check, Outcome
 from verification.errors import Inconclusive, VerificationError
 from verification.gate import folder_files
 from verification.measurement import Conditions, Measurements, NoiseFloor, pair
 from verification.prepare import DecisionOptions, Prepared, prepare
 from verification.reference import read_reference
-from verification.sources import SourceOptions, find_sources
+from verification.sources import SourceOptions, Sources, find_sources
 
 
 @dataclass(frozen=True)
@@ -39,6 +42,7 @@ class MeasureOptions:
         decision: how the decision is read, and how many prompts are.
         engine: of the merged checkpoint.
         control: whether the bare base is scored on a sample, to show that the adapter moves it.
+        audit: whether every weight is held against base and adapter before anything is scored, where these can be found.
         split: also measure both functions in float32 arithmetic.
     """
 
@@ -48,6 +52,7 @@ class MeasureOptions:
     decision: DecisionOptions = field(default_factory=DecisionOptions)
     engine: EngineOptions = field(default_factory=EngineOptions)
     control: bool = True
+    audit: bool = True
     split: bool = False
 
 
@@ -79,6 +84,7 @@ def _measure(
     sources = find_sources(merged, options.sources, recorded)
     trust = options.engine.trust_remote_code
     prepared = prepare(prompts, merged, sources, recorded, options.decision, trust_remote_code=trust)
+    audited = _audit(merged, sources, stages, trust_remote_code=trust) if options.audit else ()
     arms: dict[str, Arm] = {}
     if recorded is not None:
         arms["reference"] = recorded_reference(recorded, prepared)
@@ -106,9 +112,21 @@ def _measure(
         merged_files=files,
         merged_root=root_digest(files),
         noise_floors=tuple(floor for arm in arms.values() for floor in arm.floors),
-        findings=(*sources.findings, *prepared.findings),
+        findings=(*sources.findings, *prepared.findings, *audited),
     )
     return _joined(conditions, prepared, arms)
+
+
+def _audit(merged: Path, sources: Sources, stages: Stages, *, trust_remote_code: bool) -> tuple[Check, ...]:
+    """The weight audit as a finding; none where a recorded reference makes do without base or adapter."""
+    if sources.base is None or sources.adapter is None:
+        return ()
+    try:
+        plan = merge_plan(sources, trust_remote_code=trust_remote_code)
+    except (MergeError, Inconclusive) as error:
+        return (Check(AUDIT_CHECK, Outcome.WARNED, f"the weights could not be audited: {error}"),)
+    with stages.stage("weights against base and adapter", plan.weight_bytes, "bytes") as progress:
+        return (audit_weights(plan, merged, progress).check(),)
 
 
 def _joined(conditions: Conditions, prepared: Prepared, arms: Mapping[str, Arm]) -> Measurements:

@@ -13,11 +13,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from lora_merge.merging.api import MergeOptions
 from lora_merge.merging.digests import adapter_digests, file_digest
 from lora_merge.merging.folders import ModelFolder, read_json, resolve_folder
 from lora_merge.merging.manifest import MergeManifest, read_manifest
-from lora_merge.merging.quantization import QuantRecipe
-from lora_merge.merging.recipes import RECIPE_FILE, find_recipe, read_recipe, recipe_of_config
+from lora_merge.merging.quantization import ASSUMED, RECIPE_FIELDS, QuantRecipe
+from lora_merge.merging.recipes import find_recipe, recipe_of_config
 from lora_merge.merging.side_files import MANIFEST_FILE
 from verification.checks import Check, Outcome
 from verification.errors import Inconclusive
@@ -26,7 +27,7 @@ from verification.names import commit_of, model_name, same_model
 from verification.reference import Reference
 
 PASSED, WARNED, INCONCLUSIVE = Outcome.PASSED, Outcome.WARNED, Outcome.INCONCLUSIVE
-_WEIGHT_SETTINGS = ("quant_type", "double_quant", "block_size", "quant_dtype")
+_SETTINGS = ("quant_type", "double_quant", "block_size", "quant_dtype")
 
 
 @dataclass(frozen=True)
@@ -78,11 +79,27 @@ class Sources:
             raise Inconclusive("the reference has no quantization recipe: nothing to load the base by")
         return self.recipe.bnb_config()
 
+    def merge_options(self, *, dtype: str | None, trust_remote_code: bool) -> MergeOptions:
+        """What merges base and adapter into the very function that the reference is, in ``dtype``."""
+        recipe = {}
+        if self.recipe is not None and not self.prequantized:
+            settings = {name: getattr(self.recipe, name) for name in RECIPE_FIELDS}
+            recipe = {name: value for name, value in settings.items() if value is not None}
+        return MergeOptions(
+            from_4bit=self.recipe is not None or self.prequantized,
+            recipe=recipe,
+            base_is_residual=self.manifest.base_is_residual if self.manifest is not None else False,
+            packing=self.manifest.packing if self.manifest is not None else MergeOptions().packing,
+            dtype=dtype,
+            trust_remote_code=trust_remote_code,
+        )
 
-def find_sources(merged: Path, options: SourceOptions, reference: Reference | None) -> Sources:
+
+def find_sources(merged: Path, options: SourceOptions, reference: Reference | None, *, several_adapters: bool = False) -> Sources:
     """Find base, adapter and recipe, and check what can be checked of them before anything is loaded.
 
-    ``reference``: a recorded one; None for a live one, which needs base and adapter.
+    ``reference``: a recorded one; None for a live one, which needs base and adapter. ``several_adapters``: whether the purpose
+    allows for a merge of more than one; the sources name the first.
 
     Raises:
         Inconclusive: base or adapter of a live reference is not named anywhere.
@@ -92,18 +109,19 @@ def find_sources(merged: Path, options: SourceOptions, reference: Reference | No
     base = _folder("base", options.base, options.revision, manifest, needed=reference is None)
     adapter = _folder("adapter", options.adapter, None, manifest, needed=reference is None)
     base_config = read_json(base.path / "config.json", "the base's configuration") if base is not None else {}
-    prequantized = recipe_of_config(base_config) is not None
+    recorded = _recorded_recipe(adapter)
     if reference is not None:
         recipe, origin = reference.recipe, "reference"
     else:
-        assert adapter is not None
-        recipe, origin = _live_recipe(options, base_config, adapter.path, manifest)
+        if not several_adapters:
+            _expect_one_adapter(manifest)
+        recipe, origin = _live_recipe(options, base_config, adapter, recorded, manifest)
     findings = (
-        *_recipe_findings(options, recipe, origin, adapter, manifest, reference),
+        *_recipe_findings(recipe, origin, recorded, manifest),
         *_base_findings(options, base, adapter, manifest, reference),
         *_adapter_findings(adapter, manifest, reference),
     )
-    return Sources(manifest, base, adapter, recipe, origin, prequantized, findings)
+    return Sources(manifest, base, adapter, recipe, origin, bool(base_config.get("quantization_config")), findings)
 
 
 def _folder(
@@ -122,31 +140,51 @@ def _folder(
     return resolve_folder(location, role, commit)
 
 
+def _expect_one_adapter(manifest: MergeManifest | None) -> None:
+    if manifest is not None and (len(manifest.adapters) > 1 or manifest.weights != (1.0,)):
+        weights = ", ".join(f"{weight:g}" for weight in manifest.weights)
+        raise Inconclusive(
+            f"merged from {len(manifest.adapters)} adapters with weights {weights}; a live reference knows one adapter with "
+            "weight 1: record one with the adapters as they were, and give --reference"
+        )
+
+
+def _recorded_recipe(adapter: ModelFolder | None) -> QuantRecipe | None:
+    """What was recorded beside the adapter, on purpose or in passing; settings that nothing tells have their origin assumed."""
+    if adapter is None:
+        return None
+    return find_recipe({}, None, {}, adapter.path, _adapter_config(adapter).get("base_model_name_or_path"))
+
+
+def _adapter_config(adapter: ModelFolder) -> dict[str, Any]:
+    return read_json(adapter.path / "adapter_config.json", "the adapter's configuration")
+
+
 def _live_recipe(
-    options: SourceOptions, base_config: Mapping[str, Any], adapter: Path, manifest: MergeManifest | None
-) -> tuple[QuantRecipe, str]:
+    options: SourceOptions,
+    base_config: Mapping[str, Any],
+    adapter: ModelFolder | None,
+    recorded: QuantRecipe | None,
+    manifest: MergeManifest | None,
+) -> tuple[QuantRecipe | None, str]:
     """The recipe of a live reference, and who vouches for it."""
-    found = find_recipe(options.recipe, options.quant_config, base_config, adapter)
-    if recipe_of_config(base_config) is not None:
-        return found, "base"
+    assert adapter is not None and recorded is not None
+    if base_config.get("quantization_config"):
+        return recipe_of_config(base_config), "base"
+    named_base = _adapter_config(adapter).get("base_model_name_or_path")
+    found = find_recipe(options.recipe, options.quant_config, base_config, adapter.path, named_base)
     if found.assumed:
         known = manifest.recipe if manifest is not None else None
         if known is not None and not known.assumed and not options.recipe and options.quant_config is None:
             return known, "manifest"
         return found, "assumed"
-    recorded = find_recipe({}, None, {}, adapter)
-    return found, "flags" if recorded.assumed or _differing(recorded, found) else "adapter"
+    return found, "flags" if recorded.assumed or _contradiction(recorded, found) else "adapter"
 
 
 def _recipe_findings(
-    options: SourceOptions,
-    recipe: QuantRecipe | None,
-    origin: str,
-    adapter: ModelFolder | None,
-    manifest: MergeManifest | None,
-    reference: Reference | None,
+    recipe: QuantRecipe | None, origin: str, recorded: QuantRecipe | None, manifest: MergeManifest | None
 ) -> Iterator[Check]:
-    described = "no quantization" if recipe is None else recipe.describe()
+    described = "no 4-bit quantization" if recipe is None else recipe.describe()
     reasons = {
         "flags": "was given by hand at verification; nothing recorded at training confirms it",
         "manifest": "is known from the merge's own manifest alone, so a mistake would be the same on both sides",
@@ -155,26 +193,36 @@ def _recipe_findings(
     if origin in reasons:
         yield Check(RECIPE_CHECK, WARNED, f"the reference's recipe ({described}) {reasons[origin]}")
     else:
-        told = {
-            "reference": "the live layers at recording",
-            "adapter": f"{RECIPE_FILE} beside the adapter",
-            "base": "the base itself",
-        }
+        told = {"reference": "the live layers at recording", "base": "the base itself"}
+        told["adapter"] = recorded.source if recorded is not None else ""
         yield Check(RECIPE_CHECK, PASSED, f"the reference's recipe ({described}) comes from {told[origin]}")
-    recorded = read_recipe(adapter.path) if adapter is not None else None
-    if recorded is not None and recipe is not None and origin != "base" and _differing(recorded, recipe):
-        says = "the recorded reference" if reference is not None else "what was given at verification"
-        reason = f"{RECIPE_FILE} beside the adapter says {recorded.describe()}, {says} {described}: one of them is wrong"
+    if recipe is None or origin == "base":
+        return
+    if recorded is not None and (wrong := _contradiction(recorded, recipe)):
+        says = "the recorded reference says" if origin == "reference" else "at verification it is"
+        reason = (
+            f"{recorded.origins[wrong]} says {wrong} {getattr(recorded, wrong)}, {says} {getattr(recipe, wrong)}: one is wrong"
+        )
         yield Check("recipe-agreement", INCONCLUSIVE, reason)
-    elif manifest is not None and manifest.recipe is not None and recipe is not None and _differing(manifest.recipe, recipe):
+    elif (
+        manifest is not None
+        and manifest.recipe is not None
+        and any(_differs(name, manifest.recipe, recipe) for name in _SETTINGS)
+    ):
         reason = (
             f"merged through {manifest.recipe.describe()}, but the reference is {described}; only the drift shows what it does"
         )
         yield Check("recipe-agreement", WARNED, reason)
 
 
-def _differing(first: QuantRecipe, second: QuantRecipe) -> bool:
-    return any(getattr(first, name) != getattr(second, name) for name in _WEIGHT_SETTINGS)
+def _contradiction(recorded: QuantRecipe, other: QuantRecipe) -> str | None:
+    """The first setting that was recorded and is another in ``other``."""
+    known = (name for name in _SETTINGS if recorded.origins.get(name, ASSUMED) != ASSUMED)
+    return next((name for name in known if _differs(name, recorded, other)), None)
+
+
+def _differs(name: str, first: QuantRecipe, second: QuantRecipe) -> bool:
+    return bool(getattr(first, name) != getattr(second, name))
 
 
 def _base_findings(
@@ -191,7 +239,7 @@ def _base_findings(
     source, commit = used
     witnesses = []
     if adapter is not None:
-        config = read_json(adapter.path / "adapter_config.json", "the adapter's configuration")
+        config = _adapter_config(adapter)
         witnesses.append(("the adapter", config.get("base_model_name_or_path"), config.get("revision")))
     if reference is not None:
         witnesses.append(("the reference", reference.model["name"], reference.model["revision"]))
@@ -242,8 +290,11 @@ def _adapter_findings(
     """The adapter of the reference must be the one that was merged."""
     title = "adapter-identity"
     known = {}
-    if manifest is not None:
+    if manifest is not None and len(manifest.adapters) == 1:
         known["the merge"] = dict(manifest.adapter.files)
+    elif manifest is not None:
+        yield Check(title, WARNED, f"merged from {len(manifest.adapters)} adapters; no reference can say that it had just these")
+        return
     if adapter is not None:
         known[f"the adapter {adapter.source}"] = adapter_digests(adapter.path)
     if reference is not None:

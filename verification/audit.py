@@ -1,0 +1,245 @@
+"""The weight audit: replays the merge plan against a merged checkpoint, in a stream, without a single prompt.
+
+Output drift cannot see everything: leaving out the adapter of one layer can stay below any sensible limit. Here every tensor of
+the checkpoint is held against what the plan says it must be, bit by bit. One that differs is explained by the history that
+comes closest to it; distances are in units of the adapter's own change, so 0 is exact and about 1 means that the adapter is
+missing.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import os
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from lora_merge.console import Progress, no_progress
+from lora_merge.merging.checkpoint import read_checkpoint
+from lora_merge.merging.dtypes import FLOATING, DType
+from lora_merge.merging.errors import MergeError
+from lora_merge.merging.folders import ModelFolder
+from lora_merge.merging.names import NameMap
+from lora_merge.merging.operations import Decoder
+from lora_merge.merging.plan import MergePlan, TensorPlan
+from lora_merge.merging.safetensors_file import TensorInfo
+from verification.checks import Check, Outcome
+from verification.histories import (
+    EXPECTED,
+    OTHER_SCALE,
+    ROUNDED_TWICE,
+    UNEXPLAINED,
+    base_operations,
+    other_histories,
+)
+from verification.weight_reader import TensorReader, norm, read_bytes, rounded
+
+AUDIT_CHECK = "weights"
+NEAR = 0.3
+"""Distance up to which another history explains a weight."""
+_FEW = 0.01
+"""Share of elements that may lie beyond rounding: CPU and CUDA disagree on that few scales of double quantization, or FP4
+codes.
+"""
+_SAME_SCALE = 0.02
+_EPSILON = {"F32": 2.0**-23, "F16": 2.0**-10, "BF16": 2.0**-7}
+_SMALLEST = {"F32": 2.0**-126, "F16": 2.0**-14, "BF16": 2.0**-126}
+
+
+@dataclass(frozen=True)
+class TensorAudit:
+    """How one tensor of the checkpoint stands to the plan.
+
+    Attributes: name: in the base. history: what explains it: ``as planned``, or one of :mod:`verification.histories`. distance:
+        \\|\\|W - expected\\|\\| / \\|\\|change by the adapter\\|\\|, of the round trip where there is no adapter, of the
+            weight itself where it is copied; 0 when every bit is as planned, infinite (null in JSON) where it has no meaning.
+        differing: share of its elements that differ from the plan's.
+        scale: the factor of the adapter's change that fits best; None where that was not asked.
+    """
+
+    name: str
+    history: str
+    distance: float
+    differing: float
+    scale: float | None = None
+
+    @property
+    def as_planned(self) -> bool:
+        """Whether it is what the plan says, up to rounding."""
+        return self.history in (EXPECTED, ROUNDED_TWICE)
+
+    def to_json(self) -> dict[str, Any]:
+        """Every attribute by name."""
+        return {**vars(self), "distance": _finite(self.distance)}
+
+
+@dataclass(frozen=True)
+class WeightAudit:
+    """All tensors, and the names that do not match.
+
+    Attributes:
+        method: of the plan: ``from-4bit`` or ``original-weights``.
+        tensors: in the order of the plan.
+        missing: planned tensors that the checkpoint lacks.
+        unknown: tensors of the checkpoint that are no part of the plan.
+    """
+
+    method: str
+    tensors: tuple[TensorAudit, ...]
+    missing: tuple[str, ...]
+    unknown: tuple[str, ...]
+
+    def check(self) -> Check:
+        """The audit as one check: passed when every tensor is as planned and none is missing or unknown."""
+        wrong = sorted((tensor for tensor in self.tensors if not tensor.as_planned), key=lambda tensor: -tensor.distance)
+        exact = sum(tensor.distance == 0 for tensor in self.tensors)
+        worst = max((tensor.distance for tensor in self.tensors), default=0.0)
+        if self.missing or self.unknown:
+            names, state = (self.missing, "missing") if self.missing else (self.unknown, "no part of the merge")
+            return Check(AUDIT_CHECK, Outcome.FAILED, f"{len(names)} tensors are {state}, {names[0]} first", _finite(worst))
+        if wrong:
+            kinds = Counter(tensor.history for tensor in wrong).most_common()
+            told = ", ".join(f"{count}: {kind}" for kind, count in kinds[:3])
+            found = f"{len(wrong)} of {len(self.tensors)} tensors are not as planned ({told})"
+            reason = f"{found}; {wrong[0].name} is off by {wrong[0].distance:.3g} of its change"
+            return Check(AUDIT_CHECK, Outcome.FAILED, reason, _finite(worst))
+        found = f"all {len(self.tensors)} tensors are as planned ({self.method}), {exact} of them bit by bit"
+        return Check(AUDIT_CHECK, Outcome.PASSED, found, worst)
+
+    def to_json(self) -> dict[str, Any]:
+        """The audit as ``verify-merge --format json`` shows it (docs/audit-format.md)."""
+        check = self.check()
+        return {
+            "format": "lora-merge/audit",
+            "version": 1,
+            "outcome": check.outcome.value,
+            "detail": check.detail,
+            "method": self.method,
+            "histories": dict(Counter(tensor.history for tensor in self.tensors)),
+            "missing": list(self.missing),
+            "unknown": list(self.unknown),
+            "tensors": [tensor.to_json() for tensor in self.tensors],
+        }
+
+
+def audit_weights(plan: MergePlan, merged: Path, progress: Progress = no_progress, jobs: int | None = None) -> WeightAudit:
+    """Hold the checkpoint in ``merged`` against ``plan``. ``progress`` is told of bytes of planned tensors.
+
+    Memory holds a few blocks of rows for each of ``jobs`` threads (None: one a core), whatever the model's size.
+
+    Raises:
+        MergeError: base, adapter or checkpoint cannot be read.
+    """
+    found = read_checkpoint(ModelFolder(merged, str(merged))).tensors
+    names = NameMap.of(found)
+    pairs = [(tensor, names.find(tensor.name)) for tensor in plan.tensors]
+    present = [(tensor, found[name]) for tensor, name in pairs if name is not None]
+    missing = tuple(tensor.name for tensor, name in pairs if name is None)
+    unknown = sorted(set(found) - {name for _, name in pairs if name is not None})
+    with ThreadPoolExecutor(jobs or os.cpu_count() or 1) as pool:
+        tensors = tuple(pool.map(lambda pair: _audit(pair[0], pair[1], progress), present))
+    return WeightAudit(plan.method, tensors, missing, tuple(_beyond_copies(unknown, found)))
+
+
+def _finite(value: float) -> float | None:
+    return value if math.isfinite(value) else None
+
+
+def _audit(tensor: TensorPlan, found: TensorInfo, progress: Progress) -> TensorAudit:
+    """One tensor. Explaining is done on some blocks only, and only where a bit differs."""
+    try:
+        if math.prod(found.shape) != math.prod(tensor.shape) or (
+            found.shape != tensor.shape and 1 not in (*found.shape, *tensor.shape)
+        ):
+            return TensorAudit(tensor.name, f"of shape {list(found.shape)}, expected {list(tensor.shape)}", math.inf, 1.0)
+        if found.dtype.name not in FLOATING or tensor.dtype.name not in FLOATING:
+            return _audit_bytes(tensor, found)
+        with TensorReader(tensor, found) as reader:
+            differing, error = reader.compare(tensor.operations)
+            if differing == 0:
+                return TensorAudit(tensor.name, EXPECTED, 0.0, 0.0)
+            if not math.isfinite(error):
+                return TensorAudit(tensor.name, "NaN or infinite values", math.inf, differing)
+            return _explain(tensor, reader, differing, error)
+    finally:
+        progress(tensor.nbytes)
+
+
+def _audit_bytes(tensor: TensorPlan, found: TensorInfo) -> TensorAudit:
+    """A tensor of whole numbers or the like: the same bytes or not."""
+    same = found.dtype == tensor.dtype and tensor.copied and read_bytes(found) == read_bytes(tensor.source)
+    return TensorAudit(tensor.name, EXPECTED, 0.0, 0.0) if same else TensorAudit(tensor.name, UNEXPLAINED, math.inf, 1.0)
+
+
+def _explain(tensor: TensorPlan, reader: TensorReader, differing: float, error: float) -> TensorAudit:
+    """The history that comes closest to a tensor that is not bit by bit as planned."""
+    blocks = reader.sample()
+    weight = reader.found_values(blocks)
+    expected = reader.values(tensor.operations, blocks)
+    base_of_update = reader.values(base_operations(tensor), blocks)
+    change = norm(expected - _unchanged(tensor, reader, blocks, base_of_update)) or norm(expected) or 1.0
+    added = rounded(base_of_update, reader.dtype) + rounded(expected - base_of_update, reader.dtype)
+    candidates = {
+        EXPECTED: norm(weight - rounded(expected, reader.dtype)),
+        ROUNDED_TWICE: norm(weight - rounded(added, reader.dtype)),
+    }
+    for history in other_histories(tensor):
+        if min(candidates.values()) == 0:
+            break  # explained to the last bit; each history costs a look at the whole tensor
+        with contextlib.suppress(MergeError):  # a mistake that cannot even be made here explains nothing
+            candidates.setdefault(history.name, norm(weight - rounded(reader.values(history.operations, blocks), reader.dtype)))
+    scale = _fitted_scale(weight - base_of_update, expected - base_of_update)
+    if scale is not None and abs(scale - 1) > _SAME_SCALE:
+        fitted = rounded(base_of_update + scale * (expected - base_of_update), reader.dtype)
+        # The fit has a free parameter; it must beat the others, not just equal them.
+        candidates[OTHER_SCALE] = norm(weight - fitted) + 1e-3 * change
+    nearest = min(candidates, key=candidates.__getitem__)
+    if nearest in (EXPECTED, ROUNDED_TWICE):
+        nearest = nearest if _is_rounding(weight, expected, expected - base_of_update, reader.dtype) else UNEXPLAINED
+    elif candidates[nearest] > NEAR * change:
+        nearest = UNEXPLAINED
+    if nearest == OTHER_SCALE and scale is not None:
+        nearest = f"{OTHER_SCALE}: {scale:.3g} times"
+    # The distance is of the whole tensor; only the change's norm is scaled up from the sample.
+    whole_change = change * math.sqrt(reader.elements / weight.size)
+    return TensorAudit(tensor.name, nearest, math.sqrt(error) / whole_change, differing, scale)
+
+
+def _is_rounding(weight: NDArray[np.float64], expected: NDArray[np.float64], update: NDArray[np.float64], dtype: DType) -> bool:
+    """Whether rounding alone can lie between the two: of the sum, and of an update that was computed in as few digits."""
+    spacing = np.maximum(np.abs(expected), _SMALLEST[dtype.name]) * _EPSILON[dtype.name]
+    return float((np.abs(weight - expected) > 1.5 * spacing + np.abs(update) / 64).mean()) <= _FEW
+
+
+def _unchanged(
+    tensor: TensorPlan, reader: TensorReader, blocks: list[tuple[int, int]], base_of_update: NDArray[np.float64]
+) -> NDArray[np.float64]:
+    """What the change is measured from: the base of the adapter's update; without one, the weight before its round trip."""
+    operations = base_operations(tensor)
+    if len(operations) < len(tensor.operations):
+        return base_of_update
+    if any(isinstance(operation, Decoder) for operation in operations):
+        return np.zeros_like(base_of_update)
+    return reader.values((), blocks)
+
+
+def _fitted_scale(moved: NDArray[np.float64], change: NDArray[np.float64]) -> float | None:
+    power = float((change * change).sum())
+    return float((moved * change).sum()) / power if power > 0 else None
+
+
+def _beyond_copies(unknown: list[str], found: Mapping[str, TensorInfo]) -> Iterator[str]:
+    """Those of ``unknown`` that are not just a tied tensor written out twice."""
+    for name in unknown:
+        twins = (other for other_name, other in found.items() if other_name != name and other.shape == found[name].shape)
+        embedding = next((other for other in twins if other.name.endswith("embed_tokens.weight")), None)
+        copied = name.endswith("lm_head.weight") and embedding is not None and read_bytes(found[name]) == read_bytes(embedding)
+        if not copied:
+            yield name

@@ -1,0 +1,135 @@
+"""Reads a planned tensor and the one that a checkpoint has in its place, block by block, under any list of operations."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from lora_merge.merging.dtypes import BY_NAME, DType, round_float64, widen
+from lora_merge.merging.errors import MergeError
+from lora_merge.merging.operations import BoundTensor, Operation, bind, matrix_shape
+from lora_merge.merging.plan import TensorPlan
+from lora_merge.merging.safetensors_file import TensorInfo, bytes_of, read_exactly
+
+_BLOCKS_TO_EXPLAIN = 16
+_FLOAT32 = BY_NAME["F32"]
+
+
+class TensorReader:
+    """Reads one planned tensor and the one that was found, block by block."""
+
+    def __init__(self, tensor: TensorPlan, found: TensorInfo) -> None:
+        self.tensor = tensor
+        self.found = found
+        self.dtype = found.dtype
+        self.elements = math.prod(tensor.shape)
+        self._stack = contextlib.ExitStack()
+
+    def __enter__(self) -> TensorReader:
+        self._found = self._stack.enter_context(opened(self.found.path))
+        self._source = self._stack.enter_context(opened(self.tensor.source.path))
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._stack.close()
+
+    def compare(self, operations: tuple[Operation, ...]) -> tuple[float, float]:
+        """Over all blocks: the share of elements that differ, and the sum of their squared differences."""
+        bound = self._bind(operations, self.dtype)
+        differing, error = 0, 0.0
+        for start, stop in bound.blocks:
+            expected = self._compute(bound, start, stop)
+            weight = self._read_found(start * bound.columns, (stop - start) * bound.columns).reshape(expected.shape)
+            if np.array_equal(weight.view(np.uint8), expected.view(np.uint8)):
+                continue
+            first, second = widen(weight, self.dtype).astype(np.float64), widen(expected, self.dtype).astype(np.float64)
+            with np.errstate(invalid="ignore"):  # infinity less infinity is NaN, and NaN is what makes the error tell
+                gap = first - second
+            differing += int((gap != 0).sum())
+            error += float((gap * gap).sum())
+        return differing / max(self.elements, 1), error
+
+    def sample(self) -> list[tuple[int, int]]:
+        """Element ranges of up to 16 blocks, evenly spread; blocks of the plan, so that every history has them at row ends."""
+        bound = self._bind(self.tensor.operations, _FLOAT32)
+        blocks = bound.blocks
+        step = max(1, len(blocks) // _BLOCKS_TO_EXPLAIN)
+        return [(start * bound.columns, stop * bound.columns) for start, stop in blocks[::step][:_BLOCKS_TO_EXPLAIN]]
+
+    def values(self, operations: tuple[Operation, ...], ranges: list[tuple[int, int]]) -> NDArray[np.float64]:
+        """The sampled elements after ``operations``, in float64 from float32, flattened."""
+        bound = self._bind(operations, _FLOAT32)
+        parts = []
+        for start, stop in ranges:
+            first, last = start // bound.columns, -(-stop // bound.columns)
+            first -= first % self._multiple(operations, bound.columns)
+            rows = self._compute(bound, first, min(last, bound.rows)).reshape(-1)
+            parts.append(rows[start - first * bound.columns : stop - first * bound.columns].astype(np.float64))
+        return np.concatenate(parts)
+
+    def found_values(self, ranges: list[tuple[int, int]]) -> NDArray[np.float64]:
+        """The sampled elements of the checkpoint, in float64, flattened."""
+        parts = [widen(self._read_found(start, stop - start), self.dtype).astype(np.float64) for start, stop in ranges]
+        return np.concatenate(parts)
+
+    def _bind(self, operations: tuple[Operation, ...], dtype: DType) -> BoundTensor:
+        columns = matrix_shape(self.tensor.source, operations)[1]
+        return bind(self.tensor.source, dtype, operations, lambda start, stop: self._read_source(columns, start, stop))
+
+    def _compute(self, bound: BoundTensor, start: int, stop: int) -> NDArray[Any]:
+        return bound.compute(lambda first, last: self._read_source(bound.source_columns, first, last), start, stop)
+
+    @staticmethod
+    def _multiple(operations: tuple[Operation, ...], columns: int) -> int:
+        return math.lcm(*(operation.row_multiple(columns) for operation in operations)) if operations else 1
+
+    def _read_source(self, columns: int, start: int, stop: int) -> NDArray[Any]:
+        source = self.tensor.source
+        values = np.empty((stop - start, columns), source.dtype.carrier)
+        if values.size:
+            read_exactly(self._source, source.start + start * columns * source.dtype.itemsize, bytes_of(values), source.path)
+        return values
+
+    def _read_found(self, start: int, count: int) -> NDArray[Any]:
+        values = np.empty(count, self.dtype.carrier)
+        if count:
+            read_exactly(self._found, self.found.start + start * self.dtype.itemsize, bytes_of(values), self.found.path)
+        return values
+
+
+@contextlib.contextmanager
+def opened(path: Path) -> Iterator[int]:
+    """A file descriptor for reading."""
+    try:
+        descriptor = os.open(path, os.O_RDONLY)
+    except OSError as error:
+        raise MergeError(f"{path}: cannot be read: {error.strerror or error}") from error
+    try:
+        yield descriptor
+    finally:
+        os.close(descriptor)
+
+
+def read_bytes(tensor: TensorInfo) -> bytes:
+    """All bytes of a tensor."""
+    buffer = bytearray(tensor.nbytes)
+    with opened(tensor.path) as descriptor:
+        read_exactly(descriptor, tensor.start, memoryview(buffer), tensor.path)
+    return bytes(buffer)
+
+
+def rounded(values: NDArray[np.float64], dtype: DType) -> NDArray[np.float64]:
+    """``values`` rounded to what ``dtype`` can hold."""
+    return widen(round_float64(values, dtype), dtype).astype(np.float64)
+
+
+def norm(values: NDArray[np.float64]) -> float:
+    """The Euclidean norm."""
+    return float(np.sqrt((values * values).sum()))
