@@ -80,16 +80,16 @@ def block_absmax(bits: NDArray[np.uint32], block_size: int, absmax_bits: NDArray
 def round_trip_nf4(
     values: NDArray[np.float32],
     block_size: int,
-    absmax: NDArray[np.float32],
+    inverses: NDArray[np.float32],
     scales: NDArray[np.float32],
     levels: NDArray[np.float32],
     bounds: NDArray[np.float32],
 ) -> None:
     """Replace ``values`` (n,) by what NF4 makes of them, block by block, in float32.
 
-    ``absmax`` (blocks,) is the exact one, from which codes are taken; ``scales`` (blocks,) is the stored one, which multiplies
-    the ``levels`` (16,) again: under double quantization the two differ. ``bounds`` (15,) are the thresholds between levels; a
-    value equal to a threshold takes the lower level, as on CUDA. An all-zero block has no reciprocal: its products are NaN,
+    ``inverses`` (blocks,) are the reciprocals of the exact absmax, which codes are taken with; ``scales`` (blocks,) are the
+    stored absmax, which multiply the ``levels`` (16,) again: under double quantization the two differ. ``bounds`` (15,) are the
+    thresholds between levels; a value equal to a threshold takes the lower level, as on CUDA. An all-zero block has no reciprocal: its products are NaN,
     every comparison fails and it takes level 0, again as on CUDA.
     """
     # Local names, because the compiler must assume that writing `values` changes an array but knows that it changes no local.
@@ -98,9 +98,9 @@ def round_trip_nf4(
     l12, l13, l14, l15 = levels[12], levels[13], levels[14], levels[15]
     t1, t2, t3, t4, t5, t6, t7, t8 = bounds[0], bounds[1], bounds[2], bounds[3], bounds[4], bounds[5], bounds[6], bounds[7]
     t9, t10, t11, t12, t13, t14, t15 = bounds[8], bounds[9], bounds[10], bounds[11], bounds[12], bounds[13], bounds[14]
-    for block in range(absmax.shape[0]):
+    for block in range(inverses.shape[0]):
         start = block * block_size
-        inverse = np.float32(1.0) / absmax[block]
+        inverse = inverses[block]
         scale = scales[block]
         part = values[start : start + block_size]
         for i in range(part.shape[0]):
@@ -128,7 +128,7 @@ def round_trip_nf4(
 def round_trip_fp4(
     values: NDArray[np.float32],
     block_size: int,
-    absmax: NDArray[np.float32],
+    inverses: NDArray[np.float32],
     scales: NDArray[np.float32],
     levels: NDArray[np.float32],
     bounds: NDArray[np.float32],
@@ -136,9 +136,9 @@ def round_trip_fp4(
     """The FP4 counterpart of :func:`round_trip_nf4`: ``levels`` (8,) and ``bounds`` (7,) are those of the magnitude."""
     l0, l1, l2, l3, l4, l5, l6, l7 = levels[0], levels[1], levels[2], levels[3], levels[4], levels[5], levels[6], levels[7]
     t1, t2, t3, t4, t5, t6, t7 = bounds[0], bounds[1], bounds[2], bounds[3], bounds[4], bounds[5], bounds[6]
-    for block in range(absmax.shape[0]):
+    for block in range(inverses.shape[0]):
         start = block * block_size
-        inverse = np.float32(1.0) / absmax[block]
+        inverse = inverses[block]
         scale = scales[block]
         part = values[start : start + block_size]
         for i in range(part.shape[0]):

@@ -146,7 +146,7 @@ class RoundTrip(Operation):
                 "unfuse the base before merging"
             )
         each = [block_scales(part, self.recipe) for part in np.split(absmax, self.parts)]
-        return BlockScales(absmax, np.concatenate([part.scales for part in each]))
+        return BlockScales(np.concatenate([part.inverses for part in each]), np.concatenate([part.scales for part in each]))
 
     def _blocks(self, columns: int, start: int, stop: int) -> slice:
         return slice(start * columns // self.recipe.block_size, -(-stop * columns // self.recipe.block_size))

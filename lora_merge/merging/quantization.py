@@ -17,6 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from lora_merge.merging import kernels
+from lora_merge.merging.cuda_reciprocal import cuda_reciprocal
 from lora_merge.merging.errors import MergeError
 
 QUANT_TYPES = ("nf4", "fp4")
@@ -147,11 +148,11 @@ class BlockScales:
     """What one pass over a tensor leaves for the second.
 
     Attributes:
-        absmax: (blocks,) float32, the exact largest magnitude of each block: codes are taken with it.
+        inverses: (blocks,) float32, the reciprocal of the exact largest magnitude of each block: codes are taken with it.
         scales: (blocks,) float32, what dequantization multiplies with: the same, or its 8-bit round trip.
     """
 
-    absmax: NDArray[np.float32]
+    inverses: NDArray[np.float32]
     scales: NDArray[np.float32]
 
 
@@ -163,11 +164,11 @@ def block_scales(absmax: NDArray[np.float32], recipe: QuantRecipe) -> BlockScale
     mean can differ in the last bit.
     """
     if not recipe.double_quant:
-        return BlockScales(absmax, absmax)
+        return BlockScales(cuda_reciprocal(absmax), absmax)
     offset = np.float32(absmax.mean(dtype=np.float64))
     nested_absmax = np.empty(-(-absmax.size // DOUBLE_QUANT_BLOCK), np.float32)
     codes = kernels.quantize_dynamic_8bit(absmax - offset, DOUBLE_QUANT_BLOCK, dynamic_map(), nested_absmax)
-    return BlockScales(absmax, dequantize_absmax(codes, nested_absmax, offset))
+    return BlockScales(cuda_reciprocal(absmax), dequantize_absmax(codes, nested_absmax, offset))
 
 
 def dequantize_absmax(
@@ -189,7 +190,7 @@ def round_trip(values: NDArray[np.float32], scales: BlockScales, blocks: slice, 
     """
     kernel = kernels.round_trip_nf4 if recipe.quant_type == "nf4" else kernels.round_trip_fp4
     levels, bounds = _tables(recipe.quant_type)
-    kernel(values, recipe.block_size, scales.absmax[blocks], scales.scales[blocks], levels, bounds)
+    kernel(values, recipe.block_size, scales.inverses[blocks], scales.scales[blocks], levels, bounds)
 
 
 @cache
