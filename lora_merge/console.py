@@ -11,6 +11,7 @@ import logging
 import os
 import signal
 import sys
+import tempfile
 import threading
 import warnings
 from collections.abc import Callable, Iterator
@@ -100,11 +101,45 @@ def progress_bar(description: str, total: float, *, unit: str = "items", quiet: 
         yield advance_bar
 
 
+_libraries_are_quiet = False
+
+
+@contextlib.contextmanager
+def quiet_standard_error() -> Iterator[None]:
+    """Keep what libraries write to standard error off the screen, from C++ and from processes started meanwhile too.
+
+    Where the body fails, what was kept is shown: it says why. Nothing is kept unless :func:`quiet_libraries` was called, so a
+    library user sees everything.
+    """
+    if not _libraries_are_quiet:
+        yield
+        return
+    with tempfile.TemporaryFile() as kept:
+        sys.stderr.flush()
+        screen = os.dup(2)
+        os.dup2(kept.fileno(), 2)
+        try:
+            yield
+        except BaseException:
+            sys.stderr.flush()
+            os.dup2(screen, 2)
+            kept.seek(0)
+            while chunk := kept.read(1 << 16):
+                os.write(2, chunk)
+            raise
+        finally:
+            sys.stderr.flush()
+            os.dup2(screen, 2)
+            os.close(screen)
+
+
 def quiet_libraries(verbose: bool = False) -> None:
     """Keep other libraries' chatter (progress bars, warnings, info logs) off the screen unless ``verbose``.
 
     Call it before ``transformers`` or ``vllm`` is imported: both read their log level from the environment at import.
     """
+    global _libraries_are_quiet
+    _libraries_are_quiet = not verbose
     if verbose:
         return
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")

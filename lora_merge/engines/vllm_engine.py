@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TextIO
 
-from lora_merge.console import Progress, no_progress
+from lora_merge.console import Progress, no_progress, quiet_standard_error
 from lora_merge.engines.errors import EngineError
 from lora_merge.engines.labels import DecisionLabels
 from lora_merge.engines.model_files import end_ids, library_versions, load_tokenizer
@@ -76,7 +76,8 @@ class VllmEngine:
             raise EngineError(f"dtype {dtype!r} is unknown; expected one of {', '.join(_DTYPES)}")
         self.tokenizer = load_tokenizer(path, trust_remote_code=trust_remote_code)
         self._end_ids = end_ids(path, self.tokenizer)
-        vllm = _import_vllm()
+        with quiet_standard_error():
+            vllm = _import_vllm()
         on_cpu = vllm.platforms.current_platform.is_cpu()
         eager = on_cpu if enforce_eager is None else enforce_eager
         arguments: dict[str, Any] = {
@@ -95,7 +96,7 @@ class VllmEngine:
         self._arguments = {name: value for name, value in arguments.items() if value is not None}
         self._path = str(path)
         try:
-            with _environment(_ON_CPU if on_cpu and eager else {}):
+            with _environment(_ON_CPU if on_cpu and eager else {}), quiet_standard_error():
                 self._llm: Any = vllm.LLM(model=str(path), use_tqdm_on_load=show_loading, **self._arguments)
         except (OSError, ValueError, RuntimeError, TypeError, ImportError) as error:
             raise EngineError(f"vLLM {vllm.__version__} cannot load {path}: {error}") from error
