@@ -89,8 +89,8 @@ def round_trip_nf4(
 
     ``inverses`` (blocks,) are the reciprocals of the exact absmax, which codes are taken with; ``scales`` (blocks,) are the
     stored absmax, which multiply the ``levels`` (16,) again: under double quantization the two differ. ``bounds`` (15,) are the
-    thresholds between levels; a value equal to a threshold takes the lower level, as on CUDA. An all-zero block has no reciprocal: its products are NaN,
-    every comparison fails and it takes level 0, again as on CUDA.
+    thresholds between levels; a value equal to a threshold takes the lower level, as on CUDA. An all-zero block has no
+    reciprocal: its products are NaN, every comparison fails and it takes level 0, again as on CUDA.
     """
     # Local names, because the compiler must assume that writing `values` changes an array but knows that it changes no local.
     l0, l1, l2, l3, l4, l5, l6, l7 = levels[0], levels[1], levels[2], levels[3], levels[4], levels[5], levels[6], levels[7]
