@@ -114,7 +114,7 @@ class WeightAudit:
         return Check(AUDIT_CHECK, Outcome.PASSED, found, worst)
 
     def to_json(self) -> dict[str, Any]:
-        """The audit as ``verify-merge --format json`` shows it (docs/audit-format.md)."""
+        """The audit as ``verify-merge --format json`` shows it (docs/verification.md)."""
         check = self.check()
         return {
             "format": "lora-merge/audit",

@@ -59,9 +59,9 @@ def mean_upper_bound(values: ArrayLike, confidence: float = CONFIDENCE) -> float
 
     A t-bound is too low for skewed values such as \\|drift\\|. This one takes the sample with its largest value counted once
     more, as though one more prompt had come out as bad as the worst seen, and inverts Hall's cubic transformation of the
-    t-statistic, which removes the skewness. Measured false passes at 95 % from 300 to 3,000 values: 1.9-3.8 % on drift as
-    engines make it, at most 4.9 % on a lognormal of skewness 15 and on a mixture with 1 % of damaged prompts, where a t-bound
-    misses 5.3-13.9 % (tests/verification/test_coverage.py). Damage on fewer than 3 / n of the prompts can stay unseen:
+    t-statistic, which removes the skewness. False passes measured at 95 %, 300 to 3,000 values: 3.2-3.9 % on real drift
+    (skewness 1.8), 2.5-3.2 % on heavy tails (skewness 6), 0.7-4.5 % with 1 % of damaged prompts, where a t-bound has 5.2-6.1,
+    6.2-9.2 and 6.8-13.4 % (docs/verification.md). Damage on fewer than 3 / n of the prompts can stay unseen:
     :func:`guaranteed_upper_bound`.
 
     Source: P. Hall, "On the removal of skewness by transformation", J. R. Statist. Soc. B 54 (1992) 221-228.
