@@ -147,5 +147,7 @@ def quiet_libraries(verbose: bool = False) -> None:
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
     os.environ.setdefault("VLLM_CONFIGURE_LOGGING", "1")
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
+    os.environ.setdefault("PYTHONWARNINGS", "ignore")  # of the processes that libraries start
     warnings.filterwarnings("ignore")
     logging.getLogger().setLevel(logging.ERROR)
