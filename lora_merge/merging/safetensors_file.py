@@ -11,6 +11,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import stat
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -50,7 +51,10 @@ class SafetensorsHeader:
 def read_header(path: Path) -> SafetensorsHeader:
     """Read and check the header of ``path``; tensor bytes are not touched. Raises :class:`MergeError`."""
     try:
-        size = path.stat().st_size
+        status = path.stat()
+        if not stat.S_ISREG(status.st_mode):
+            raise MergeError(f"{path}: is no regular file; expected a safetensors file")
+        size = status.st_size
         with path.open("rb") as file:
             length = int.from_bytes(file.read(8), "little")
             if size < 8 or length > size - 8:
@@ -72,7 +76,8 @@ def _parse(path: Path, text: bytes, data_start: int, file_size: int) -> tuple[tu
         raise MergeError(f"{path}: not a safetensors file: the header is no valid JSON ({error})") from error
     if not isinstance(header, dict):
         raise MergeError(f"{path}: not a safetensors file: the header is a JSON {type(header).__name__}, expected an object")
-    metadata = header.pop("__metadata__", None) or {}
+    metadata = header.pop("__metadata__", None)
+    metadata = {} if metadata is None else metadata
     if not isinstance(metadata, dict) or not all(isinstance(value, str) for value in metadata.values()):
         raise MergeError(f"{path}: __metadata__ must map strings to strings")
     tensors = sorted(
