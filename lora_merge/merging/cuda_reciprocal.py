@@ -44,4 +44,5 @@ def cuda_reciprocal(values: NDArray[np.float32]) -> NDArray[np.float32]:
     low = 23 - _MANTISSA_BITS
     mantissa = (bits & 0x7FFFFF) >> low
     listed = ((bits & ((1 << low) - 1)) == 0) & (bits >= 0x800000)
-    return (exact.view(np.int32) + np.where(listed, _UNITS_OFF[mantissa], 0)).view(np.float32)
+    adjusted: NDArray[np.int32] = exact.view(np.int32) + np.where(listed, _UNITS_OFF[mantissa], 0)
+    return adjusted.view(np.float32)

@@ -307,6 +307,11 @@ class BoundTensor:
     steps: tuple[Step, ...]
 
     @property
+    def copied(self) -> bool:
+        """Whether the result holds the source's bytes unchanged."""
+        return self.decode is None and not self.steps and self.dtype == self.source.dtype
+
+    @property
     def blocks(self) -> list[tuple[int, int]]:
         """The row ranges ``(start, stop)`` to compute, in order."""
         return [(start, min(start + self.block_rows, self.rows)) for start in range(0, self.rows, self.block_rows)]
@@ -317,7 +322,7 @@ class BoundTensor:
         Raises:
             MergeError: a result is NaN or infinite.
         """
-        if self.decode is None and not self.steps and self.dtype == self.source.dtype:
+        if self.copied:
             return read_rows(start, stop)
         values: Values = self.decode(read_rows, start, stop) if self.decode else widen(read_rows(start, stop), self.source.dtype)
         self._check_finite(values, start, "the base's value", self.source.dtype)

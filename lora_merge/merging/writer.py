@@ -105,9 +105,11 @@ def _write_shard(
     ):
         hashing: deque[Future[None]] = deque()
         for part in _parts(shard, survey, workers, ahead=2 * jobs + 2):
-            _write_all(descriptor, part, target)
-            hashing.append(hasher.submit(written.update, part))
-            progress(len(part))
+            content = part.read() if isinstance(part, _Span) else part
+            if not (isinstance(part, _Span) and part.copied_to(descriptor)):
+                _write_all(descriptor, content, target)
+            hashing.append(hasher.submit(written.update, content))
+            progress(len(content))
             if len(hashing) > 2 * jobs + 2:
                 hashing.popleft().result()
         for pending in hashing:
@@ -115,21 +117,63 @@ def _write_shard(
         return survey.digest(), written.hexdigest()
 
 
-def _parts(shard: ShardPlan, survey: _Survey, workers: ThreadPoolExecutor, ahead: int) -> Iterator[memoryview]:
-    """The bytes of an output file in order, computed up to ``ahead`` blocks in advance."""
+@dataclass(frozen=True)
+class _Span:
+    """Bytes of an input file that go to the output as they are."""
+
+    file: _BaseFile
+    start: int
+    nbytes: int
+
+    def read(self) -> memoryview:
+        """The bytes, for whoever hashes them."""
+        values = np.empty(self.nbytes, np.uint8)
+        read_exactly(self.file.descriptor, self.start, bytes_of(values), self.file.path)
+        return bytes_of(values)
+
+    def copied_to(self, descriptor: int) -> bool:
+        """Let the kernel append the bytes to ``descriptor``, which shares them on file systems that can.
+
+        False where it cannot copy between these two files; then nothing was written.
+        """
+        try:
+            done = os.copy_file_range(self.file.descriptor, descriptor, self.nbytes, self.start)
+        except OSError as error:
+            if error.errno in (errno.EXDEV, errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP, errno.EPERM):
+                return False
+            raise MergeError(f"{self.file.path.name}: copy failed: {error.strerror or error}") from error
+        if done == self.nbytes:
+            return True
+        os.lseek(descriptor, -done, os.SEEK_CUR)  # a short copy: written over from memory
+        return False
+
+
+def _parts(shard: ShardPlan, survey: _Survey, workers: ThreadPoolExecutor, ahead: int) -> Iterator[memoryview | _Span]:
+    """The content of an output file in order, computed up to ``ahead`` blocks in advance."""
     yield memoryview(shard.header)
-    pending: deque[Future[NDArray[Any]]] = deque()
+    pending: deque[Future[NDArray[Any]] | _Span] = deque()
     try:
         for bound in survey:
-            for start, stop in bound.blocks:
-                pending.append(workers.submit(bound.compute, survey.reader(bound), start, stop))
-                if len(pending) > ahead:
-                    yield bytes_of(pending.popleft().result())
+            reader = survey.reader(bound)
+            if bound.copied:
+                pending.extend(reader.spans())
+            else:
+                for start, stop in bound.blocks:
+                    pending.append(workers.submit(bound.compute, reader, start, stop))
+                    if len(pending) > ahead:
+                        yield _finished(pending.popleft())
+            while len(pending) > ahead:
+                yield _finished(pending.popleft())
         while pending:
-            yield bytes_of(pending.popleft().result())
+            yield _finished(pending.popleft())
     finally:
-        for future in pending:
-            future.cancel()
+        for item in pending:
+            if isinstance(item, Future):
+                item.cancel()
+
+
+def _finished(item: Future[NDArray[Any]] | _Span) -> memoryview | _Span:
+    return item if isinstance(item, _Span) else bytes_of(item.result())
 
 
 class _Survey:
@@ -223,6 +267,12 @@ class _RowReader:
 
     def __call__(self, start: int, stop: int) -> NDArray[Any]:
         return self.file.read_rows(self.tensor, self.columns, start, stop)
+
+    def spans(self) -> Iterator[_Span]:
+        """The tensor's bytes in pieces."""
+        end = self.tensor.start + self.tensor.nbytes
+        for start in range(self.tensor.start, end, _CHUNK):
+            yield _Span(self.file, start, min(_CHUNK, end - start))
 
 
 def _identity(file: _BaseFile) -> tuple[int, ...]:
