@@ -11,11 +11,19 @@ from typing import TYPE_CHECKING, Any
 __version__ = "0.1.0"
 
 _PUBLIC = {
+    "EngineOptions": "lora_merge.generation.options",
+    "GateOptions": "lora_merge.generation.options",
+    "GenerateOptions": "lora_merge.generation.options",
+    "GenerateResult": "lora_merge.generation.run",
+    "GenerationError": "lora_merge.generation.errors",
     "UserError": "lora_merge.errors",
     "MergeError": "lora_merge.merging.errors",
     "MergeOptions": "lora_merge.merging.api",
     "MergeResult": "lora_merge.merging.api",
     "QuantRecipe": "lora_merge.merging.quantization",
+    "check_gate": "lora_merge.generation.api",
+    "generate_gated": "lora_merge.generation.api",
+    "join_results": "lora_merge.generation.joining",
     "merge": "lora_merge.merging.api",
     "plan_merge": "lora_merge.merging.api",
     "record_recipe": "lora_merge.merging.recipes",
@@ -25,6 +33,14 @@ __all__ = ["__version__", *_PUBLIC]
 
 if TYPE_CHECKING:
     from lora_merge.errors import UserError as UserError
+    from lora_merge.generation.api import check_gate as check_gate
+    from lora_merge.generation.api import generate_gated as generate_gated
+    from lora_merge.generation.errors import GenerationError as GenerationError
+    from lora_merge.generation.joining import join_results as join_results
+    from lora_merge.generation.options import EngineOptions as EngineOptions
+    from lora_merge.generation.options import GateOptions as GateOptions
+    from lora_merge.generation.options import GenerateOptions as GenerateOptions
+    from lora_merge.generation.run import GenerateResult as GenerateResult
     from lora_merge.merging.api import MergeOptions as MergeOptions
     from lora_merge.merging.api import MergeResult as MergeResult
     from lora_merge.merging.api import merge as merge

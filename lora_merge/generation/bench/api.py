@@ -1,0 +1,259 @@
+"""The public function of the benchmark; the command line is a thin shell over it."""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import itertools
+import os
+import platform
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import lora_merge
+from lora_merge.engines.labels import DecisionLabels, resolve_labels
+from lora_merge.engines.opening import vllm_is_installed
+from lora_merge.engines.prompts import DEFAULT_PREFILL, Prompt, iter_prompt_rows, tokenize_rows
+from lora_merge.generation.api import check_gate
+from lora_merge.generation.bench.arms import ARMS, Arm, ArmResult, Task, WriteList
+from lora_merge.generation.bench.measure import make_write_list
+from lora_merge.generation.bench.proof import Limits, SameWork, proofs
+from lora_merge.generation.bench.runner import Runner
+from lora_merge.generation.bench.worker import write_work
+from lora_merge.generation.errors import GenerationError
+from lora_merge.generation.options import EngineOptions, GateOptions
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+Say = Callable[[str], None]
+
+
+@dataclass(frozen=True)
+class BenchOptions:
+    """What to compare, and on what.
+
+    Attributes:
+        num_prompts: how many of the prompts to take: the first ones whose token ids are distinct.
+        arms: names of the arms; None for all whose engine is installed.
+        prefill, skip_label, write_label: how the decision is read.
+        max_tokens: most tokens after the decision token.
+        decide_batch, write_batch: batch sizes of the Transformers engine.
+        chunk_size: prompts that a two-phase arm decides and then writes at a time, as ``gated-generate`` does.
+        skip_threshold: also measure what it brings to apply this threshold before writing.
+        quantiles: groups by text length to time apart; 0 for none.
+        sweep: generation batch sizes of the Transformers engine to try.
+        stock: also time ``model.generate`` of Transformers at the sizes of the sweep.
+        repeats: how often each arm is measured; the median counts.
+        engine: dtype, device and vLLM's own options.
+        limits: what still counts as the same work.
+        resume: do not measure again what was measured with the same settings.
+    """
+
+    num_prompts: int
+    arms: tuple[str, ...] | None = None
+    prefill: str = DEFAULT_PREFILL
+    skip_label: str = "skip"
+    write_label: str = "write"
+    max_tokens: int = 64
+    decide_batch: int = 32
+    write_batch: int = 128
+    chunk_size: int = 8192
+    skip_threshold: float | None = None
+    quantiles: int = 4
+    sweep: tuple[int, ...] = ()
+    stock: bool = False
+    repeats: int = 1
+    engine: EngineOptions = field(default_factory=EngineOptions)
+    limits: Limits = field(default_factory=Limits)
+    resume: bool = False
+
+
+@dataclass(frozen=True)
+class BenchResult:
+    """Everything that was measured.
+
+    Attributes:
+        options: what was asked for.
+        prompts: how many, and their tokens.
+        arms: name -> result; the median one of the repetitions.
+        spread: name -> time of the work in each repetition.
+        reference: the arm that fixed the list, and that the others are held against.
+        listed: the prompts to write.
+        proof: name -> how an arm's work compares with the reference's.
+        sweep, stock: batch sizes, their times and memory.
+        machine: where it ran.
+    """
+
+    options: BenchOptions
+    prompts: Mapping[str, Any]
+    arms: Mapping[str, ArmResult]
+    spread: Mapping[str, Sequence[float]]
+    reference: str
+    listed: WriteList
+    proof: Mapping[str, SameWork]
+    sweep: Sequence[Mapping[str, Any]]
+    stock: Sequence[Mapping[str, Any]]
+    machine: Mapping[str, Any]
+
+
+def bench_engines(
+    model: str | os.PathLike[str],
+    prompts: str | os.PathLike[str],
+    folder: str | os.PathLike[str],
+    options: BenchOptions,
+    *,
+    verbose: bool = False,
+    say: Say = lambda text: None,
+) -> BenchResult:
+    """Measure every arm on the same token ids, and hold what they did against each other.
+
+    ``folder`` keeps what each process measured and said. ``say`` is told of each arm as it begins.
+
+    Raises:
+        GenerationError: there are too few distinct prompts, an arm is unknown or its engine not installed, or a process failed.
+        EngineError: a prompt or a label cannot be used.
+    """
+    arms = chosen_arms(options.arms, say)
+    target = Path(folder) / "parts"
+    runner = Runner(target, resume=options.resume, verbose=verbose)
+    tokenizer = _tokenizer(model)
+    work = distinct_prompts(Path(prompts), tokenizer, options, _room(model, options))
+    labels = resolve_labels(tokenizer, work, prefill=options.prefill, skip=options.skip_label, write=options.write_label)
+    base = _base_task(Path(model), target, work, labels, options)
+    results: dict[str, list[ArmResult]] = {}
+    listed: WriteList | None = None
+    for arm, repeat in itertools.product(arms, range(options.repeats)):
+        say(f"measuring {arm.title}" + (f", repetition {repeat + 1}" if options.repeats > 1 else ""))
+        task = _arm_task(base, arm, options, listed, repeat)
+        result = runner.arm(task)
+        if listed is None:
+            listed = make_write_list(result.decisions, result.skip_probabilities, result.texts, options.skip_threshold)
+        results.setdefault(arm.name, []).append(result)
+    if listed is None or not listed.indices:
+        raise GenerationError(f"none of the {len(work)} prompts is decided as {options.write_label!r}; there is nothing to write")
+    medians = {name: sorted(found, key=lambda result: result.work_seconds)[len(found) // 2] for name, found in results.items()}
+    reference = arms[0].name
+    return BenchResult(
+        options=options,
+        prompts={"number": len(work), "tokens": sum(len(prompt.token_ids) for prompt in work)},
+        arms=medians,
+        spread={name: [result.work_seconds for result in found] for name, found in results.items()},
+        reference=reference,
+        listed=listed,
+        proof=proofs(reference, medians, listed, options.limits),
+        sweep=list(_sizes(runner, base, options, listed, "sweep", say)),
+        stock=list(_sizes(runner, base, options, listed, "stock", say)) if options.stock else [],
+        machine=machine(),
+    )
+
+
+def chosen_arms(names: Sequence[str] | None, say: Say = lambda text: None) -> list[Arm]:
+    """The arms of these names in the order they run, or all that can run here."""
+    known = {arm.name: arm for arm in ARMS}
+    unknown = [name for name in names or () if name not in known]
+    if unknown:
+        raise GenerationError(f"arm {unknown[0]!r} is unknown; expected some of {', '.join(known)}")
+    wanted = [arm for arm in ARMS if names is None or arm.name in names]
+    if vllm_is_installed():
+        return wanted
+    if names is not None and any(arm.engine == "vllm" for arm in wanted):
+        raise GenerationError("a vLLM arm was asked for and vLLM is not installed; run: pip install 'lora-merge[vllm]'")
+    say("vLLM is not installed: only the Transformers arms are measured")
+    return [arm for arm in wanted if arm.engine != "vllm"]
+
+
+def distinct_prompts(
+    path: Path, tokenizer: PreTrainedTokenizerBase, options: BenchOptions, max_length: int | None
+) -> list[Prompt]:
+    """The first ``options.num_prompts`` prompts of ``path`` whose token ids are distinct.
+
+    A repeated prompt would flatter a prefix cache.
+    """
+    rows = tokenize_rows(iter_prompt_rows(path), tokenizer, prefill=options.prefill, max_length=max_length)
+    found: dict[tuple[int, ...], Prompt] = {}
+    for row in rows:
+        if not isinstance(row, Prompt):
+            raise GenerationError(f"{path} line {row.line}: {row.reason}")
+        found.setdefault(row.token_ids, row)
+        if len(found) == options.num_prompts:
+            return list(found.values())
+    raise GenerationError(f"{path} holds {len(found)} distinct prompts; --num-prompts asks for {options.num_prompts}")
+
+
+def machine() -> dict[str, Any]:
+    """What this machine is, as far as the standard library and torch know."""
+    import torch
+
+    gpus = [torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())]
+    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    return {
+        "cpu": _cpu_name(),
+        "cores": len(os.sched_getaffinity(0)),
+        "memory_bytes": memory,
+        "gpus": gpus,
+        "python": platform.python_version(),
+        "system": f"{platform.system()} {platform.machine()}",
+        "tool": f"lora-merge {lora_merge.__version__}",
+    }
+
+
+def _cpu_name() -> str:
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        return platform.processor()
+    return next((line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")), platform.processor())
+
+
+def _tokenizer(model: str | os.PathLike[str]) -> PreTrainedTokenizerBase:
+    from lora_merge.engines.model_files import load_tokenizer
+
+    return load_tokenizer(os.fspath(model))
+
+
+def _room(model: str | os.PathLike[str], options: BenchOptions) -> int | None:
+    from lora_merge.engines.model_files import max_positions
+
+    limits = [limit for limit in (max_positions(os.fspath(model)), options.engine.max_model_len) if limit is not None]
+    return min(limits) - 1 - options.max_tokens if limits else None
+
+
+def _base_task(model: Path, folder: Path, work: Sequence[Prompt], labels: DecisionLabels, options: BenchOptions) -> Task:
+    file = folder / "prompts.jsonl"
+    write_work(work, file)
+    return Task(
+        part="arm",
+        engine="hf",
+        mode="two-phase",
+        model=str(model.absolute()),
+        model_root=check_gate(model, GateOptions(allow_ungated=True)).root,
+        prompts_file=str(file.absolute()),
+        prompts_sha256=hashlib.sha256(file.read_bytes()).hexdigest(),
+        labels=labels.to_json(),
+        max_tokens=options.max_tokens,
+        dtype=options.engine.dtype,
+        device=options.engine.device,
+        chunk_size=options.chunk_size,
+        threshold=options.skip_threshold,
+        quantiles=options.quantiles,
+    )
+
+
+def _arm_task(base: Task, arm: Arm, options: BenchOptions, listed: WriteList | None, repeat: int) -> Task:
+    batches = {"batch_size": options.decide_batch, "write_batch_size": options.write_batch}
+    engine_options = batches if arm.engine == "hf" else options.engine.vllm_options()
+    return dataclasses.replace(
+        base, engine=arm.engine, mode=arm.mode, engine_options=engine_options, write_list=listed, repeat=repeat
+    )
+
+
+def _sizes(
+    runner: Runner, base: Task, options: BenchOptions, listed: WriteList, part: Any, say: Say
+) -> Iterator[Mapping[str, Any]]:
+    if options.sweep:
+        say(f"measuring the generation batches {', '.join(map(str, options.sweep))} ({part})")
+        task = dataclasses.replace(base, part=part, write_list=listed, batch_sizes=options.sweep)
+        yield from runner.measure(task)["sizes"]

@@ -1,0 +1,80 @@
+"""Peak memory of a process with its children, and of the GPU it runs on."""
+
+from __future__ import annotations
+
+import contextlib
+import shutil
+import subprocess
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+_INTERVAL = 0.25
+
+
+def host_peak(pid: int) -> int:
+    """Sum of the peak resident sizes of process ``pid`` and everything it started, in bytes.
+
+    Shared pages count once a process, so it is an upper bound where workers share memory.
+    """
+    total = 0
+    for process in (pid, *_descendants(pid)):
+        with contextlib.suppress(OSError, IndexError, ValueError):
+            status = Path(f"/proc/{process}/status").read_text()
+            total += int(status.split("VmHWM:")[1].split()[0]) * 1024
+    return total
+
+
+def reset_host_peak() -> None:
+    """Let the peak of this process start again from what is resident now (Linux)."""
+    Path("/proc/self/clear_refs").write_text("5")
+
+
+def _descendants(pid: int) -> Iterator[int]:
+    for children in Path(f"/proc/{pid}/task").glob("*/children"):
+        with contextlib.suppress(OSError):
+            for child in map(int, children.read_text().split()):
+                yield child
+                yield from _descendants(child)
+
+
+class MemoryWatch:
+    """Watches a process from outside while it lives: ``host`` and ``device`` are the peaks in bytes.
+
+    ``device`` counts what appeared on the GPU since the watch began; None where there is no NVIDIA GPU. Whatever else runs on
+    the same GPU would count as well.
+    """
+
+    def __init__(self, pid: int) -> None:
+        self._pid = pid
+        self._before = device_used()
+        self._stop = threading.Event()
+        self._thread = threading.Thread(target=self._watch, daemon=True)
+        self.host = 0
+        self.device: int | None = None if self._before is None else 0
+
+    def __enter__(self) -> MemoryWatch:
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._stop.set()
+        self._thread.join()
+
+    def _watch(self) -> None:
+        while not self._stop.wait(_INTERVAL):
+            self.host = max(self.host, host_peak(self._pid))
+            used = None if self._before is None else device_used()
+            if used is not None and self._before is not None and self.device is not None:
+                self.device = max(self.device, used - self._before)
+
+
+def device_used() -> int | None:
+    """Memory in use on all visible NVIDIA GPUs, in bytes; None without nvidia-smi."""
+    program = shutil.which("nvidia-smi")
+    if program is None:
+        return None
+    done = subprocess.run([program, "--query-gpu=memory.used", "--format=csv,noheader,nounits"], capture_output=True, text=True)
+    if done.returncode != 0:
+        return None
+    return sum(int(line) << 20 for line in done.stdout.split() if line.isdigit())

@@ -1,0 +1,83 @@
+"""Runs each task in a process of its own, watches its memory, and keeps its result so that it need not be repeated."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+from lora_merge.generation.bench.arms import ArmResult, Task
+from lora_merge.generation.bench.memory import MemoryWatch
+from lora_merge.generation.errors import GenerationError
+from lora_merge.generation.files import replaced_file
+
+
+class Runner:
+    """Measures tasks; results, and what the processes said, lie in ``folder``.
+
+    With ``resume`` a task whose result is there already is not measured again, if it is the very same task.
+    """
+
+    def __init__(self, folder: Path, *, resume: bool = False, verbose: bool = False) -> None:
+        self._folder = folder
+        self._resume = resume
+        self._verbose = verbose
+        folder.mkdir(parents=True, exist_ok=True)
+
+    def arm(self, task: Task) -> ArmResult:
+        """Measure one arm."""
+        return ArmResult.from_json(self.measure(task))
+
+    def measure(self, task: Task) -> dict[str, Any]:
+        """Measure any task; returns what its process found, with the peak memory of an arm added.
+
+        Raises:
+            GenerationError: the process failed; the message ends with the last line it wrote.
+        """
+        stored = self._folder / f"{task.name}.json"
+        if self._resume and (found := self._stored(stored, task)) is not None:
+            return found
+        result = self._run(task)
+        with replaced_file(stored) as file:
+            file.write(json.dumps({"task": task.digest, "result": result}).encode())
+        return result
+
+    def _stored(self, path: Path, task: Task) -> dict[str, Any] | None:
+        try:
+            content = json.loads(path.read_text(encoding="utf-8"))
+        except (OSError, ValueError):
+            return None
+        return dict(content["result"]) if content.get("task") == task.digest else None
+
+    def _run(self, task: Task) -> dict[str, Any]:
+        task_file, result_file = self._folder / f"{task.name}.task.json", self._folder / f"{task.name}.partial.json"
+        log = self._folder / f"{task.name}.log"
+        result_file.unlink(missing_ok=True)
+        task_file.write_text(json.dumps(task.to_json()), encoding="utf-8")
+        command = [sys.executable, "-m", "lora_merge.generation.bench.worker", str(task_file), str(result_file)]
+        with open(log, "wb") as said:
+            output = None if self._verbose else said
+            asked = time.time()
+            with subprocess.Popen([*command, repr(asked)], stdout=output, stderr=output) as process:
+                try:
+                    with MemoryWatch(process.pid) as watch:
+                        status = process.wait()
+                except BaseException:
+                    process.terminate()
+                    raise
+        if status != 0 or not result_file.exists():
+            raise GenerationError(f"{task.name} failed with exit code {status}: {_last_line(log)}; see {log}")
+        result = json.loads(result_file.read_text(encoding="utf-8"))
+        result_file.unlink()
+        task_file.unlink()
+        if task.part == "arm":
+            result["memory"] = {"host_peak": watch.host, "device_peak": watch.device}
+        return dict(result)
+
+
+def _last_line(log: Path) -> str:
+    lines = log.read_text(encoding="utf-8", errors="replace").strip().splitlines()
+    return lines[-1] if lines else "it said nothing"

@@ -1,0 +1,371 @@
+"""The benchmark: same work first, then ratios. Oracle of every figure: arithmetic written out beside it."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+
+import pytest
+from click.testing import CliRunner
+
+from lora_merge.engines.labels import DecisionLabels, Label
+from lora_merge.engines.prompts import Prompt
+from lora_merge.generation.bench import api, figures, memory
+from lora_merge.generation.bench.arms import ARMS, ArmResult, Task, WriteList
+from lora_merge.generation.bench.measure import Bench, make_write_list
+from lora_merge.generation.bench.proof import Limits, compare, first_difference
+from lora_merge.generation.bench.runner import Runner
+from lora_merge.generation.bench.worker import kv_bytes_per_token, read_work, write_work
+from lora_merge.generation.bench_cli import main
+from lora_merge.generation.errors import GenerationError
+from tests.engines.builders import make_tokenizer
+from tests.generation.builders import make_prompts, write_lines
+from tests.generation.fakes import FakeEngine
+
+LABELS = DecisionLabels(Label("skip", 11), Label("write", 22))
+LISTED = WriteList((0, 1, 2, 3), (0, 2), (2, 3, 4, 5))
+
+
+def arm(**changes) -> ArmResult:
+    """Five prompts, four of them written: 14 tokens of texts."""
+    usual = ArmResult(
+        seconds={"import": 1.0, "load": 2.0, "warm_up": 0.5, "decide": 4.0, "write": 6.0},
+        decisions=["write"] * 4 + ["skip"],
+        skip_probabilities=[0.1, 0.45, 0.2, 0.55, 0.9],
+        texts={0: (5, 1), 1: (5, 6, 1), 2: (5, 6, 7, 1), 3: (5, 6, 7, 8, 1)},
+        prompt_tokens=100,
+        written_tokens=19,
+        computed={"prompt": 60, "shared": 20, "new": 14, "padding": 4, "waiting": 2},
+        memory={"host_peak": 10**9, "device_peak": None},
+        kv=None,
+        quantile_seconds=(2.0, 4.0),
+        kept_seconds={"all": 6.0, "kept": 2.5, "same": 1.0},
+        engine={"kind": "transformers", "versions": {"torch": "2"}, "dtype": "bfloat16", "device": "cpu", "settings": {}},
+    )
+    return dataclasses.replace(usual, **changes)
+
+
+FAST = arm(seconds={"import": 3.0, "load": 20.0, "warm_up": 0.5, "decide": 2.0, "write": 3.0}, quantile_seconds=(1.0, 1.0))
+
+
+# The same work
+
+
+def test_equal_arms_did_the_same_work():
+    proof = compare(arm(), FAST, LISTED, Limits())
+    assert proof.holds
+    assert (proof.agreement, proof.disagreements, proof.tokens, proof.token_difference) == (1.0, 0, 14, 0.0)
+    assert (proof.compared, proof.differing, proof.first_difference) == (4, 0.0, None)
+
+
+def test_what_differs_is_counted():
+    """Prompt 3 is decided otherwise (a near tie) and not written; text 1 differs from its second token on, text 2 is cut."""
+    other = arm(
+        decisions=["write"] * 3 + ["skip", "skip"],
+        texts={0: (5, 1), 1: (5, 9, 1), 2: (5, 6, 7)},
+    )
+    proof = compare(arm(), other, LISTED, Limits(min_agreement=0.75, max_token_difference=0.5))
+    assert (proof.agreement, proof.disagreements, proof.near_ties) == (0.8, 1, 1)
+    assert proof.tokens == 8
+    assert proof.token_difference == pytest.approx(6 / 14)
+    assert (proof.compared, proof.differing) == (3, pytest.approx(2 / 3))
+    assert proof.first_difference == 2  # the median of 1 and 3
+    assert proof.holds
+    strict = compare(arm(), other, LISTED, Limits())
+    assert [reason.split()[0] for reason in strict.reasons] == ["decisions", "tokens"]
+
+
+def test_an_arm_that_decided_fewer_prompts_did_other_work():
+    proof = compare(arm(), arm(decisions=["write"] * 4 + ["skip", "skip"]), LISTED, Limits())
+    assert "did not decide the same prompts" in proof.reasons[0]
+
+
+@pytest.mark.parametrize(
+    ("one", "other", "place"), [((1, 2), (1, 2), None), ((1, 2), (1, 3), 1), ((1, 2), (1, 2, 3), 2), ((), (1,), 0)]
+)
+def test_where_two_texts_part(one, other, place):
+    assert first_difference(one, other) == place
+
+
+# Figures
+
+
+def test_ratios_are_slow_over_fast():
+    arms = {"hf-two-phase": arm(), "vllm-two-phase": FAST}
+    assert figures.ratios(arms, "hf-two-phase", "vllm-two-phase") == {"total": 2.0, "decide": 2.0, "write": 2.0}
+    one_shot = arm(seconds={"load": 1.0, "one_shot": 15.0})
+    assert figures.ratios({"a": one_shot, "b": FAST}, "a", "b") == {"total": 3.0}
+
+
+def test_no_ratio_without_the_same_work():
+    proof = {"vllm-two-phase": compare(arm(), arm(texts={0: (5,)}), LISTED, Limits())}
+    assert not figures.comparable("hf-two-phase", "vllm-two-phase", proof)
+    assert figures.comparable("hf-two-phase", "hf-one-shot", proof)
+
+
+def test_break_even_counts_loading():
+    """Per prompt 10/5 = 2 s against 5/5 = 1 s; starting takes 3.5 s against 23.5 s: from 20 prompts on."""
+    assert figures.break_even(arm(), FAST, 5) == 20
+    assert figures.break_even(FAST, arm(), 5) is None  # slower and first to start: never wins in the long run
+    quick_start = arm(seconds={"import": 0.0, "load": 1.0, "warm_up": 0.0, "decide": 1.0, "write": 1.0})
+    assert figures.break_even(arm(), quick_start, 5) == 0
+
+
+def test_groups_by_length_are_of_equal_size_and_ordered():
+    listed = WriteList((3, 4, 7, 9, 10), None, (30, 10, 20, 50, 40))
+    assert listed.quantiles(2) == [[4, 7], [3, 10, 9]]
+    groups = figures.by_length(arm(), FAST, LISTED)
+    assert [(group["shortest"], group["longest"], group["ratio"]) for group in groups] == [(2, 3, 2.0), (4, 5, 4.0)]
+    assert figures.by_length(arm(quantile_seconds=()), FAST, LISTED) == []
+
+
+def test_the_knee_is_the_smallest_batch_that_is_good_enough():
+    sizes = [{"batch": 32, "seconds": 20.0}, {"batch": 64, "seconds": 10.4}, {"batch": 128, "seconds": 10.0}]
+    assert figures.knee([*sizes, {"batch": 256, "failed": "out of memory"}]) == 64
+    assert figures.knee([{"batch": 256, "failed": "out of memory"}]) is None
+
+
+def test_rates_waste_and_savings():
+    assert figures.rates(arm(), LISTED) == {"prompts": 0.5, "decided": 1.25, "texts": 4 / 6, "text_tokens": 14 / 6}
+    assert figures.waste(arm()) == pytest.approx(6 / 100)
+    assert figures.waste(arm(computed=None)) is None
+    saved = figures.saved_by_threshold(arm(), LISTED)
+    assert (saved["texts"], saved["kept_texts"], saved["tokens"], saved["kept_tokens"]) == (4, 2, 14, 6)
+    assert (saved["tokens_saved"], saved["seconds_saved"], saved["same_texts"]) == (8, 3.5, 1.0)
+    assert figures.saved_by_threshold(arm(kept_seconds=None), LISTED) is None
+
+
+def test_the_cache_of_one_token():
+    class Config:
+        num_hidden_layers, num_attention_heads, num_key_value_heads, head_dim, hidden_size = 18, 4, 1, 256, 640
+
+    assert kv_bytes_per_token(Config, "bfloat16") == 18 * 2 * 1 * 256 * 2
+
+
+# Measuring
+
+
+class Clock:
+    """Every look at it takes a second, so each timed call takes one."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+
+    def __call__(self) -> float:
+        self.now += 1
+        return self.now
+
+
+class Scripted(FakeEngine):
+    """One-shot answers begin with the decision token that ``score`` would give."""
+
+    def generate(self, prompts, limits, *, progress=lambda advance: None):
+        completions = super().generate(prompts, limits, progress=progress)
+        if limits.max_new_tokens < 9:
+            return completions
+        scores = super().score(prompts, LABELS, progress=progress)
+        return [
+            dataclasses.replace(completion, token_ids=(score.argmax, *completion.token_ids))
+            for completion, score in zip(completions, scores, strict=True)
+        ]
+
+
+def task(**changes) -> Task:
+    usual = Task(
+        part="arm",
+        engine="hf",
+        mode="two-phase",
+        model="model",
+        model_root="0" * 64,
+        prompts_file="prompts.jsonl",
+        prompts_sha256="1" * 64,
+        labels=LABELS.to_json(),
+        max_tokens=8,
+        dtype="float32",
+        device="cpu",
+        chunk_size=16,
+    )
+    return dataclasses.replace(usual, **changes)
+
+
+PROMPTS = [Prompt(f"p{number}", (2, number + 100, 40, 41)) for number in range(50)]
+
+
+def test_both_modes_write_the_same_list():
+    first = Bench(Scripted(), task(), PROMPTS, Clock()).work()
+    listed = make_write_list(first.decisions, first.skip_probabilities, first.texts, 0.25)
+    assert listed.indices == tuple(index for index, decision in enumerate(first.decisions) if decision == "write")
+    assert listed.kept == tuple(index for index in listed.indices if first.skip_probabilities[index] <= 0.25)
+    assert 0 < len(listed.kept) < len(listed.indices) < 50
+    assert max(listed.indices) < 48  # so nothing is written in the fourth chunk
+    assert first.seconds == {"decide": 4.0, "write": 3.0}
+    assert first.written_tokens == 50 + 3 * len(listed.indices)
+    one = Bench(Scripted(), task(mode="one-shot", write_list=listed), PROMPTS, Clock()).work()
+    assert one.seconds == {"one_shot": 1.0}
+    assert (one.decisions, one.texts) == (first.decisions, first.texts)
+
+
+def test_a_given_list_is_written_whatever_the_arm_decides():
+    listed = WriteList((0, 17, 49), None, (3, 3, 3))
+    engine = Scripted()
+    work = Bench(engine, task(write_list=listed), PROMPTS, Clock()).work()
+    assert engine.written == ["p0", "p17", "p49"]
+    assert sorted(work.texts) == [0, 17, 49]
+
+
+def test_warming_up_touches_no_measured_prompt():
+    seen = []
+
+    class Watching(Scripted):
+        def score(self, prompts, labels, *, progress=lambda advance: None):
+            seen.extend(prompt.token_ids for prompt in prompts)
+            return super().score(prompts, labels, progress=progress)
+
+    Bench(Watching(), task(), PROMPTS, Clock()).warm_up()
+    assert seen and not {ids[:2] for ids in seen} & {prompt.token_ids[:2] for prompt in PROMPTS}
+    assert {len(ids) for ids in seen} == {4}
+
+
+def test_the_threshold_is_timed_before_and_after():
+    listed = WriteList((0, 1, 2), (1,), (3, 3, 3))
+    bench = Bench(Scripted(), task(), PROMPTS, Clock())
+    assert bench.threshold_before_and_after(listed) == {"all": 1.0, "kept": 1.0, "same": 1.0}
+    assert bench.threshold_before_and_after(WriteList((0,), None, (3,))) is None
+    assert bench.threshold_before_and_after(WriteList((0,), (), (3,)))["kept"] == 0.0
+
+
+def test_tasks_and_results_survive_being_stored(tmp_path):
+    with_list = task(write_list=LISTED, batch_sizes=(8, 16))
+    assert Task.from_json(json.loads(json.dumps(with_list.to_json()))) == with_list
+    assert with_list.digest != task().digest
+    assert task(model="elsewhere").digest == task().digest
+    assert ArmResult.from_json(json.loads(json.dumps(arm().to_json()))).texts == arm().texts
+    write_work(PROMPTS, tmp_path / "work.jsonl")
+    assert [prompt.token_ids for prompt in read_work(tmp_path / "work.jsonl")] == [prompt.token_ids for prompt in PROMPTS]
+
+
+def test_only_distinct_prompts_are_taken_and_enough_of_them(tmp_path):
+    rows = make_prompts(10)
+    twins = [{**row, "id": f"twin {row['id']}"} for row in rows]
+    path = write_lines(tmp_path / "p.jsonl", [*rows[:5], *twins[:5], *rows[5:]])
+    taken = api.distinct_prompts(path, make_tokenizer(), api.BenchOptions(8), None)
+    assert [prompt.id for prompt in taken] == [f"p{number}" for number in range(8)]
+    with pytest.raises(GenerationError, match="holds 10 distinct prompts; --num-prompts asks for 11"):
+        api.distinct_prompts(path, make_tokenizer(), api.BenchOptions(11), None)
+    write_lines(path, [rows[0], b"{"])
+    with pytest.raises(GenerationError, match="line 2: broken JSON"):
+        api.distinct_prompts(path, make_tokenizer(), api.BenchOptions(2), None)
+
+
+def test_arms_are_those_that_can_run(monkeypatch):
+    monkeypatch.setattr(api, "vllm_is_installed", lambda: False)
+    said = []
+    assert [arm.engine for arm in api.chosen_arms(None, said.append)] == ["hf", "hf"]
+    assert "vLLM is not installed" in said[0]
+    with pytest.raises(GenerationError, match="vLLM is not installed"):
+        api.chosen_arms(["vllm-two-phase"])
+    with pytest.raises(GenerationError, match="'fast' is unknown"):
+        api.chosen_arms(["fast"])
+    monkeypatch.setattr(api, "vllm_is_installed", lambda: True)
+    assert api.chosen_arms(None) == list(ARMS)
+
+
+def test_memory_of_a_process_and_its_children():
+    """Oracle: a child that holds 200 MB on purpose."""
+    import subprocess
+    import sys
+
+    hold = "import sys; block = bytearray(200_000_000); print(1, flush=True); sys.stdin.read()"
+    parent = f"import subprocess, sys; subprocess.run([sys.executable, '-c', {hold!r}])"
+    with subprocess.Popen([sys.executable, "-c", parent], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
+        process.stdout.readline()
+        assert 200e6 < memory.host_peak(process.pid) < 400e6
+        process.stdin.close()
+
+
+# From end to end
+
+
+@pytest.fixture(scope="module")
+def measured(pristine, tmp_path_factory):
+    """Both Transformers arms and a sweep on the tiny model, through the command line."""
+    folder = tmp_path_factory.mktemp("bench")
+    prompts = write_lines(folder / "prompts.jsonl", make_prompts(60))
+    arguments = ["--model", pristine, "--prompts", prompts, "--num-prompts", 48, "--out", folder / "out", "--max-tokens", 8]
+    arguments += [
+        "--arms",
+        "hf-two-phase,hf-one-shot",
+        "--sweep",
+        "4,16",
+        "--stock",
+        "--skip-threshold",
+        0.4,
+        "--dtype",
+        "float32",
+    ]
+    done = CliRunner().invoke(main, [str(word) for word in arguments])
+    return done, folder / "out", arguments
+
+
+def test_two_arms_are_measured_in_their_processes(measured):
+    done, folder, _ = measured
+    assert done.exit_code == 0, done.output
+    report = json.loads((folder / "engines.json").read_text())
+    assert report["prompts"]["number"] == 48
+    proof = report["proof"]["hf-one-shot"]
+    assert proof["holds"] and proof["agreement"] == 1.0 and proof["differing"] == 0.0
+    (ratio,) = report["ratios"]
+    seconds = {name: found["work_seconds"] for name, found in report["arms"].items()}
+    assert (ratio["slow"], ratio["fast"]) == ("hf-one-shot", "hf-two-phase")
+    assert ratio["total"] == pytest.approx(seconds["hf-one-shot"] / seconds["hf-two-phase"])
+    two_phase = report["arms"]["hf-two-phase"]
+    assert two_phase["decisions"]["write"] == report["prompts"]["to_write"] > 0
+    assert two_phase["memory"]["host_peak"] > 100e6
+    assert two_phase["threshold_before_writing"]["same_texts"] == 1.0
+    assert [size["batch"] for size in report["sweep"]["sizes"]] == [4, 16]
+    tokens = {size["tokens"] for size in [*report["sweep"]["sizes"], *report["stock"]["sizes"]]}
+    assert tokens == {report["prompts"]["text_tokens"]}  # model.generate writes as much
+    markdown = (folder / "engines.md").read_text()
+    assert done.stdout.strip() == markdown.strip()
+    for heading in ("## Same work", "## Times", "## Ratios", "## Threshold before writing", "## Generation batch"):
+        assert heading in markdown
+    for picture in ("times.png", "break-even.png", "sweep.png"):
+        assert (folder / picture).read_bytes().startswith(b"\x89PNG")
+
+
+def test_what_was_measured_is_not_measured_again(measured, monkeypatch):
+    _, folder, arguments = measured
+    before = (folder / "engines.json").read_text()
+    monkeypatch.setattr(Runner, "_run", lambda self, task: pytest.fail(f"{task.name} was measured again"))
+    done = CliRunner().invoke(main, [*map(str, arguments), "--resume", "--no-pictures"])
+    assert done.exit_code == 0, done.output
+    assert (folder / "engines.json").read_text() == before
+
+
+def test_different_work_gives_no_ratio_and_exit_1(measured, monkeypatch):
+    """The stored one-shot arm is made to have written nothing; the report must refuse to divide."""
+    _, folder, arguments = measured
+    part = folder / "parts" / "hf-one-shot.json"
+    original = part.read_text()
+    content = json.loads(original)
+    content["result"]["texts"] = {}
+    part.write_text(json.dumps(content))
+    try:
+        done = CliRunner().invoke(main, [*map(str, arguments), "--resume", "--no-pictures"])
+    finally:
+        part.write_text(original)
+    assert done.exit_code == 1
+    assert "none: not the same work (tokens written differ by 100.00%" in done.stdout
+    assert json.loads((folder / "engines.json").read_text())["ratios"] == []
+
+
+def test_a_process_that_fails_is_one_line(tmp_path):
+    with pytest.raises(GenerationError, match=r"hf-two-phase failed with exit code 1: .*; see .*hf-two-phase\.log"):
+        Runner(tmp_path).measure(task(prompts_file=str(tmp_path / "nowhere.jsonl")))
+
+
+@pytest.mark.parametrize("sizes", ["0", "a", "32,,64", "-1"])
+def test_batch_sizes_that_are_none(sizes):
+    done = CliRunner().invoke(main, ["--model", "m", "--prompts", "p", "--num-prompts", "1", "--sweep", sizes])
+    assert done.exit_code == 2
+    assert "expected batch sizes" in done.stderr
