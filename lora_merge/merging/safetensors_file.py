@@ -156,7 +156,10 @@ def read_tensor(tensor: TensorInfo) -> NDArray[Any]:
     """The whole tensor in its carrier type, shape ``tensor.shape``."""
     values = np.empty(tensor.shape, tensor.dtype.carrier)
     if tensor.nbytes:
-        descriptor = os.open(tensor.path, os.O_RDONLY)
+        try:
+            descriptor = os.open(tensor.path, os.O_RDONLY)
+        except OSError as error:
+            raise MergeError(f"{tensor.path}: cannot be read: {error.strerror or error}") from error
         try:
             read_exactly(descriptor, tensor.start, bytes_of(values), tensor.path)
         finally:

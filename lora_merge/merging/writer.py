@@ -68,6 +68,7 @@ def write_plan(plan: MergePlan, folder: Path, *, jobs: int, progress: Progress =
         MergeError: a read or write failed, the base changed meanwhile, a result is not finite.
     """
     base, output = {}, {}
+    before = {shard.file: _identity(plan.base.folder.path / shard.file) for shard in plan.shards}
     with ThreadPoolExecutor(jobs) as workers, ThreadPoolExecutor(1) as syncer:
         syncs = []
         for shard in plan.shards:
@@ -79,6 +80,10 @@ def write_plan(plan: MergePlan, folder: Path, *, jobs: int, progress: Progress =
             output[file.name] = write_side_file(file, folder)
         for sync in syncs:
             sync.result()
+    for name, identity in before.items():
+        path = plan.base.folder.path / name
+        if _identity(path) != identity:
+            raise MergeError(f"{path}: changed while the base was merged; merge again when nothing writes to it")
     return WrittenFiles(base, output)
 
 
@@ -185,7 +190,6 @@ class _Survey:
     def __init__(self, path: Path, tensors: tuple[TensorPlan, ...]) -> None:
         self._file = _opened(path)
         self._others: dict[Path, _BaseFile] = {}
-        self._identity = _identity(self._file)
         self._tensors = tensors
         self._hasher = hashlib.sha256()
         self._hashed = 0
@@ -206,9 +210,7 @@ class _Survey:
         return _RowReader(self._file_of(bound.source), bound.source, bound.source_columns)
 
     def digest(self) -> str:
-        """Hexadecimal SHA-256 of the whole file; raises where the file changed since it was opened."""
-        if _identity(self._file) != self._identity:
-            raise MergeError(f"{self._file.path}: changed while it was read; merge again when nothing writes to it")
+        """Hexadecimal SHA-256 of the whole file."""
         return self._hasher.hexdigest()
 
     def close(self) -> None:
@@ -275,10 +277,13 @@ class _RowReader:
             yield _Span(self.file, start, min(_CHUNK, end - start))
 
 
-def _identity(file: _BaseFile) -> tuple[int, ...]:
+def _identity(path: Path) -> tuple[int, ...]:
     """What changes when a file is replaced, grown or written to."""
-    now, here = os.fstat(file.descriptor), os.stat(file.path)
-    return (now.st_size, now.st_mtime_ns, here.st_dev, here.st_ino)
+    try:
+        now = path.stat()
+    except OSError as error:
+        raise MergeError(f"{path}: disappeared while the base was merged: {error.strerror or error}") from error
+    return (now.st_size, now.st_mtime_ns, now.st_dev, now.st_ino)
 
 
 @contextlib.contextmanager
