@@ -48,6 +48,10 @@ _FEW = 0.01
 """Share of elements that may lie beyond rounding: CPU and CUDA disagree on that few scales of double quantization, or FP4
 codes.
 """
+_CLEAR = 0.002
+"""Distance from which on no other history is tried: sums rounded by way of float32 differ from those rounded once by about
+that.
+"""
 _SAME_SCALE = 0.02
 _EPSILON = {"F32": 2.0**-23, "F16": 2.0**-10, "BF16": 2.0**-7}
 _SMALLEST = {"F32": 2.0**-126, "F16": 2.0**-14, "BF16": 2.0**-126}
@@ -191,8 +195,8 @@ def _explain(tensor: TensorPlan, reader: TensorReader, differing: float, error: 
         ROUNDED_TWICE: norm(weight - rounded(added, reader.dtype)),
     }
     for history in other_histories(tensor):
-        if min(candidates.values()) == 0:
-            break  # explained to the last bit; each history costs a look at the whole tensor
+        if min(candidates.values()) < _CLEAR * change:
+            break  # nothing else can come much closer, and each history costs a look at the whole tensor
         with contextlib.suppress(MergeError):  # a mistake that cannot even be made here explains nothing
             candidates.setdefault(history.name, norm(weight - rounded(reader.values(history.operations, blocks), reader.dtype)))
     scale = _fitted_scale(weight - base_of_update, expected - base_of_update)

@@ -18,7 +18,7 @@ from lora_merge.merging.operations import BoundTensor, Operation, bind, matrix_s
 from lora_merge.merging.plan import TensorPlan
 from lora_merge.merging.safetensors_file import TensorInfo, bytes_of, read_exactly
 
-_BLOCKS_TO_EXPLAIN = 16
+_BLOCKS_TO_EXPLAIN = 4
 _FLOAT32 = BY_NAME["F32"]
 
 
@@ -57,7 +57,7 @@ class TensorReader:
         return differing / max(self.elements, 1), error
 
     def sample(self) -> list[tuple[int, int]]:
-        """Element ranges of up to 16 blocks, evenly spread; blocks of the plan, so that every history has them at row ends."""
+        """Element ranges of up to 4 blocks, evenly spread; blocks of the plan, so that every history has them at row ends."""
         bound = self._bind(self.tensor.operations, _FLOAT32)
         blocks = bound.blocks
         step = max(1, len(blocks) // _BLOCKS_TO_EXPLAIN)

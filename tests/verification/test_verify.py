@@ -18,6 +18,8 @@ from xml.etree import ElementTree
 import click.testing
 import pytest
 import torch
+from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
+from cryptography.hazmat.primitives.serialization import Encoding, NoEncryption, PrivateFormat, PublicFormat
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
@@ -162,6 +164,17 @@ def test_a_failed_run_replaces_the_certificate(place: Path) -> None:
     verify(place, exit_code=0)
     verify(place, "--max-delta", 0.0005, exit_code=1)
     assert json.loads(certificate(place).read_text())["predicate"]["result"] == "FAILED"
+
+
+def test_a_signed_certificate(place: Path) -> None:
+    key = Ed25519PrivateKey.generate()
+    (place / "gate.key").write_bytes(key.private_bytes(Encoding.PEM, PrivateFormat.PKCS8, NoEncryption()))
+    (place / "gate.pub").write_bytes(key.public_key().public_bytes(Encoding.PEM, PublicFormat.SubjectPublicKeyInfo))
+    verify(place, "--sign-key", place / "gate.key", exit_code=0)
+    assert check_certificate(place / "merged", certificate(place), Policy(trusted_key=place / "gate.pub")).signed
+    arguments = ["--merged", place / "merged", "--prompts", place / "prompts.jsonl", "--sign-key", place / "gate.pub"]
+    assert "no unencrypted PEM private key" in run(*arguments, exit_code=1).stderr
+    assert not certificate(place).exists()
 
 
 def test_twenty_prompts_are_inconclusive(place: Path) -> None:

@@ -1,0 +1,149 @@
+"""Which base, adapter and recipe a reference has, and what speaks against them."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from lora_merge.merging.api import MergeOptions, merge
+from lora_merge.merging.recipes import RECIPE_FILE
+from verification.checks import Outcome
+from verification.errors import Inconclusive
+from verification.names import commit_of, model_name, same_model
+from verification.reference import Reference, read_reference
+from verification.sources import SourceOptions, find_sources
+
+COMMIT = "0123456789abcdef0123456789abcdef01234567"
+
+
+@pytest.mark.parametrize(
+    ("source", "name"),
+    [
+        ("google/gemma-3-270m", "gemma-3-270m"),
+        ("gpt2", "gpt2"),
+        ("/models/Gemma-3-270M/", "gemma-3-270m"),
+        (f"/root/.cache/hub/models--google--gemma-3-270m/snapshots/{COMMIT}", "gemma-3-270m"),
+    ],
+)
+def test_the_name_of_a_model(source: str, name: str) -> None:
+    assert model_name(source) == name
+
+
+def test_names_that_can_be_one_model() -> None:
+    assert same_model("google/gemma-3-270m", "models/gemma-3-270m")
+    assert not same_model("google/gemma-3-270m", "google/gemma-3-270m-it")
+
+
+def test_what_is_known_of_a_commit() -> None:
+    assert commit_of("google/gemma-3-270m", COMMIT) == COMMIT
+    assert commit_of("google/gemma-3-270m", "main") is None
+    assert commit_of(f"/hub/models--google--gemma-3-270m/snapshots/{COMMIT}", None) == COMMIT
+
+
+def findings(merged: Path, reference: Reference | None = None, **options: Any) -> dict[str, list[tuple[Outcome, str]]]:
+    found: dict[str, list[tuple[Outcome, str]]] = {}
+    for check in find_sources(merged, SourceOptions(**options), reference).findings:
+        found.setdefault(check.name, []).append((check.outcome, check.detail))
+    return found
+
+
+def outcome(found: dict[str, list[tuple[Outcome, str]]], name: str) -> Outcome:
+    assert len(found[name]) == 1
+    return found[name][0][0]
+
+
+def _edit(path: Path, **changes: Any) -> None:
+    path.write_text(json.dumps({**json.loads(path.read_text()), **changes}))
+
+
+@pytest.fixture
+def adapter(trained: Path, tmp_path: Path) -> Path:
+    shutil.copytree(trained / "adapter", tmp_path / "adapter")
+    return tmp_path / "adapter"
+
+
+def test_everything_agrees_after_an_ordinary_merge(trained: Path) -> None:
+    found = findings(trained / "merged")
+    assert {checks[0][0] for checks in found.values()} == {Outcome.PASSED}
+    assert set(found) == {"recipe-provenance", "base-identity", "base-files", "adapter-identity"}
+
+
+def test_another_commit_of_the_base_is_inconclusive(trained: Path, adapter: Path, tmp_path: Path) -> None:
+    hub = tmp_path / "models--org--base" / "snapshots" / COMMIT
+    shutil.copytree(trained / "base", hub)
+    _edit(adapter / "adapter_config.json", base_model_name_or_path="org/base", revision=COMMIT)
+    merged = merge(hub, adapter, tmp_path / "merged", MergeOptions(from_4bit=True)).out
+    assert outcome(findings(merged), "base-identity") is Outcome.PASSED
+    _edit(adapter / "adapter_config.json", revision="f" * 40)
+    assert "commit ffffffffffff of org/base, the base here is 0123456789ab" in findings(merged)["base-identity"][0][1]
+    assert outcome(findings(merged, other_base_name=True), "base-identity") is Outcome.INCONCLUSIVE
+
+
+def test_an_adapter_that_names_no_base_is_a_warning(trained: Path, adapter: Path) -> None:
+    _edit(adapter / "adapter_config.json", base_model_name_or_path=None)
+    merged = merge(trained / "base", adapter, adapter.parent / "merged", MergeOptions(from_4bit=True)).out
+    assert outcome(findings(merged), "base-identity") is Outcome.WARNED
+
+
+def test_a_reference_of_another_base_is_inconclusive(trained: Path) -> None:
+    reference = read_reference(trained / "reference.jsonl")
+    other = dataclasses.replace(reference, model={**reference.model, "name": "org/another"})
+    assert [check[0] for check in findings(trained / "merged", other)["base-identity"]] == [Outcome.PASSED, Outcome.INCONCLUSIVE]
+
+
+def test_a_reference_without_an_adapter_is_a_warning(trained: Path) -> None:
+    reference = dataclasses.replace(read_reference(trained / "reference.jsonl"), adapter=None)
+    found = findings(trained / "merged", reference)["adapter-identity"]
+    assert (Outcome.WARNED, "the reference does not say which adapter it was recorded with") in found
+
+
+def test_a_reference_of_another_recipe_contradicts_the_record(trained: Path) -> None:
+    reference = read_reference(trained / "reference.jsonl")
+    assert reference.recipe is not None
+    other = dataclasses.replace(reference, recipe=dataclasses.replace(reference.recipe, double_quant=False))
+    assert outcome(findings(trained / "merged", other), "recipe-agreement") is Outcome.INCONCLUSIVE
+
+
+def test_a_merge_by_another_recipe_than_the_reference_is_a_warning(trained: Path, adapter: Path) -> None:
+    (adapter / RECIPE_FILE).unlink()
+    merged = merge(
+        trained / "base", adapter, adapter.parent / "merged", MergeOptions(from_4bit=True, recipe={"quant_type": "fp4"})
+    ).out
+    found = findings(merged, read_reference(trained / "reference.jsonl"))
+    assert outcome(found, "recipe-agreement") is Outcome.WARNED
+    assert outcome(found, "recipe-provenance") is Outcome.PASSED
+
+
+def test_a_recorded_reference_needs_neither_base_nor_adapter(trained: Path, adapter: Path, tmp_path: Path) -> None:
+    shutil.copytree(trained / "base", tmp_path / "base")
+    merged = merge(tmp_path / "base", adapter, tmp_path / "merged", MergeOptions(from_4bit=True)).out
+    shutil.rmtree(tmp_path / "base")
+    shutil.rmtree(adapter)
+    sources = find_sources(merged, SourceOptions(), read_reference(trained / "reference.jsonl"))
+    assert (sources.base, sources.adapter, sources.recipe_origin) == (None, None, "reference")
+    assert {check.outcome for check in sources.findings} == {Outcome.PASSED}
+
+
+def test_a_live_reference_is_of_one_adapter(trained: Path, adapter: Path, tmp_path: Path) -> None:
+    for index, options in enumerate(({"weights": (0.5, 0.5)}, {"weights": (0.5,)})):
+        adapters = [trained / "adapter", adapter][: len(options["weights"])]
+        merged = merge(trained / "base", adapters, tmp_path / str(index), MergeOptions(from_4bit=True, **options)).out
+        with pytest.raises(Inconclusive, match="record one with the adapters as they were"):
+            find_sources(merged, SourceOptions(), None)
+    found = findings(tmp_path / "0", read_reference(trained / "reference.jsonl"))
+    assert outcome(found, "adapter-identity") is Outcome.WARNED
+
+
+def test_the_reference_can_be_merged_anew(trained: Path, tmp_path: Path) -> None:
+    """What --split measures against: the same function, in any dtype."""
+    sources = find_sources(trained / "merged", SourceOptions(), None)
+    assert sources.base is not None
+    assert sources.adapter is not None
+    options = sources.merge_options(dtype=None, trust_remote_code=False)
+    again = merge(sources.base.path, sources.adapter.path, tmp_path / "again", options).out
+    assert (again / "model.safetensors").read_bytes() == (trained / "merged" / "model.safetensors").read_bytes()
