@@ -52,7 +52,7 @@ def _bounded_mean(name: str, what: str, values: Values, lowest: float, limit: fl
     few = size < MIN_PROMPTS
     bound = _larger(_guaranteed_bound if few else statistics.mean_upper_bound, values, different)
     counted = f"{values.size} prompts" if size == values.size else f"{values.size} prompts, {size} different"
-    found = f"{what} is {mean:.4f}, at most {bound:.4f} (95 % bound{' without assumptions' if few else ''}, {counted})"
+    found = f"{what} is {_four(mean)}, at most {_four(bound)} (95 % bound{' without assumptions' if few else ''}, {counted})"
     if bound <= limit:
         return Check(name, PASSED, f"{found}; the limit is {limit:g}", mean, bound, limit)
     if few and not statistics.is_surely_above(_unit(values[different], lowest), float(_unit(np.array(limit), lowest))):
@@ -61,6 +61,11 @@ def _bounded_mean(name: str, what: str, values: Values, lowest: float, limit: fl
     if mean > limit:
         return Check(name, FAILED, f"{found}; the mean itself is above the limit {limit:g}", mean, bound, limit)
     return Check(name, FAILED, f"{found}; the bound is above the limit {limit:g}: {_how_many(values, limit)}", mean, bound, limit)
+
+
+def _four(value: float) -> str:
+    """Four digits, and no minus before zeros."""
+    return f"{round(value, 4) + 0.0:.4f}"
 
 
 def _larger(bound: Callable[[Values], float], values: Values, different: Mask) -> float:
