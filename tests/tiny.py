@@ -28,14 +28,17 @@ _COMMON: dict[str, Any] = {
 
 
 def tiny_config(architecture: str, **changes: Any) -> transformers.PretrainedConfig:
-    """``llama`` (head of its own), ``qwen2`` (biases on q, k, v) or ``gemma3`` (tied head, sliding windows)."""
+    """``llama`` (head of its own), ``qwen2`` (biases on q, k, v), ``gemma3`` (tied head, windows) or ``qwen3_moe`` (experts)."""
     settings = {**_COMMON, **changes}
     if architecture == "llama":
         return transformers.LlamaConfig(**settings, tie_word_embeddings=False)
     if architecture == "qwen2":
         return transformers.Qwen2Config(**settings, tie_word_embeddings=False)
     if architecture == "gemma3":
-        return transformers.Gemma3TextConfig(**settings, head_dim=16, sliding_window=16, tie_word_embeddings=True)
+        return transformers.Gemma3TextConfig(**{"head_dim": 16, "sliding_window": 16, **settings}, tie_word_embeddings=True)
+    if architecture == "qwen3_moe":
+        experts = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 64}
+        return transformers.Qwen3MoeConfig(**{"head_dim": 16, **experts, **settings}, tie_word_embeddings=False)
     raise ValueError(architecture)
 
 
