@@ -234,8 +234,7 @@ def _named(module: str, names: tuple[str, ...]) -> bool:
 def _meaningless(tensor: TensorInfo, weights: Path) -> MergeError:
     return MergeError(
         f"{weights}: tensor {tensor.name!r} has no meaning in a LoRA adapter with these settings (expected "
-        f"{_PREFIX}MODULE.lora_A.weight "
-        "and the like); nothing was merged, since leaving it out would change the model"
+        f"{_PREFIX}MODULE.lora_A.weight and the like); nothing was merged, since leaving it out would change the model"
     )
 
 
@@ -309,7 +308,6 @@ def _check_complete(settings: LoraSettings, found: _Sorted, rows: tuple[TokenRow
         found_rows = {piece.module.rpartition(".")[2] for piece in rows}
         lost = next(name for name in settings.trainable_tokens if name.rpartition(".")[2] not in found_rows)
         raise MergeError(
-            f"{settings.where}: trainable_token_indices names rows of {lost!r}, but the adapter holds no "
-            "trainable_tokens_delta of it; "
-            "it is incomplete"
+            f"{settings.where}: trainable_token_indices names rows of {lost!r}, but the adapter holds no trainable_tokens_delta "
+            "of it; it is incomplete"
         )

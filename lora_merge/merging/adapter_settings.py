@@ -136,9 +136,8 @@ def read_settings(config: Mapping[str, Any], where: str, *, base_is_residual: bo
     residual = isinstance(init, str) and init.lower().startswith(RESIDUAL_INITS)
     if residual and not base_is_residual:
         raise MergeError(
-            f"{where}: init_lora_weights is {init!r}, which also changes the base: this adapter belongs to the residual base "
-            "it was "
-            "trained with; give that one and --base-is-residual, or convert the adapter to a plain LoRA with PEFT's "
+            f"{where}: init_lora_weights is {init!r}, which also changes the base: this adapter belongs to the residual base it "
+            "was trained with; give that one and --base-is-residual, or convert the adapter to a plain LoRA with PEFT's "
             "path_initial_model_for_weight_conversion"
         )
     if base_is_residual and not residual:

@@ -58,8 +58,7 @@ class Architecture:
         if any(size != 1 for size in module.dilation) or module.padding_mode != "zeros" or module.groups != 1:
             raise MergeError(
                 f"{where}: convolution {path!r} has dilation {module.dilation}, padding {module.padding_mode!r} and "
-                f"{module.groups} "
-                "groups; PEFT adapts it by a convolution without them, which no one kernel computes"
+                f"{module.groups} groups; PEFT adapts it by a convolution without them, which no one kernel computes"
             )
 
 

@@ -36,8 +36,7 @@ def check_no_module_missing(adapter: Adapter, tensors: Mapping[str, TensorInfo])
         if _targeted(targets, trained) and not _targeted(excluded, trained):
             raise MergeError(
                 f"{adapter.folder.path / adapter.weights_file}: holds no update of {trained!r}, which {adapter.settings.where} "
-                "targets; "
-                "the adapter is incomplete: train or save it again"
+                "targets; the adapter is incomplete: train or save it again"
             )
 
 

@@ -91,8 +91,7 @@ def place_expert_layers(
         if update.update_shape != (rows, shape[2]):
             raise MergeError(
                 f"{pair.a.path}: the update of {pair.module} has shape {list(update.update_shape)}, its place in the base's "
-                f"{place.name} "
-                f"has {[rows, shape[2]]}"
+                f"{place.name} has {[rows, shape[2]]}"
             )
         parts.setdefault(place.name, []).append((place.expert * shape[1] + place.projection * rows, update))
     return {
@@ -129,8 +128,7 @@ def targeted_parameters(adapter: Adapter, architecture: Architecture) -> dict[st
         if len(chosen) != len(nested):
             raise MergeError(
                 f"{adapter.settings.where}: target_parameters name {len(chosen)} parameters of {bare} ({', '.join(chosen)}), "
-                "the adapter "
-                f"holds {len(nested)} updates of it; it is incomplete"
+                f"the adapter holds {len(nested)} updates of it; it is incomplete"
             )
         for name, key in zip(chosen, sorted(nested, key=len, reverse=True), strict=True):
             found[key] = (bare, name)

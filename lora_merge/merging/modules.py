@@ -37,13 +37,11 @@ def quantized_tensors(
 
     Args:
         experts_as_layers: whether each expert was a linear layer of its own, as in transformers 4, which quantized them; False
-        for
-            version 5, where they are fused parameters and stay as they are; None where the adapter does not tell.
+            for version 5, where they are fused parameters and stay as they are; None where the adapter does not tell.
 
     Raises:
         MergeError: the architecture cannot be built, a quantized module has no tensor in the base, or nothing tells whether
-        experts
-            were quantized.
+            experts were quantized.
     """
     names = NameMap.of(base.tensors)
     wanted = recipe.quantized_modules
@@ -114,10 +112,8 @@ def _expert_layers(base: Checkpoint, experts_as_layers: bool | None) -> dict[str
     if experts_as_layers is None:
         raise MergeError(
             f"base {base.folder.source}: it has experts, such as {next(iter(experts))}, which transformers 4 quantized as "
-            "layers of their "
-            "own and transformers 5 leaves as they are; the adapter does not tell which trained it: give --quantized-modules "
-            f"{RULE} for "
-            f"version 5, or --quantized-modules '{RULE},*.experts.*,*.gate' for version 4"
+            "layers of their own and transformers 5 leaves as they are; the adapter does not tell which trained it: give "
+            f"--quantized-modules {RULE} for version 5, or --quantized-modules '{RULE},*.experts.*,*.gate' for version 4"
         )
     routers = {f"{name.partition('.experts.')[0]}.gate.weight" for name in experts} & set(base.tensors)
     return {**experts, **{name: QuantizedTensor() for name in sorted(routers)}}

@@ -142,8 +142,7 @@ class RoundTrip(Operation):
         if rows.rows * rows.columns % (self.parts * self.recipe.block_size) and self.parts > 1:
             raise MergeError(
                 f"{rows.source.name}: its {self.parts} parts do not end where a quantization block of {self.recipe.block_size} "
-                "does; "
-                "unfuse the base before merging"
+                "does; unfuse the base before merging"
             )
         each = [block_scales(part, self.recipe) for part in np.split(absmax, self.parts)]
         return BlockScales(np.concatenate([part.inverses for part in each]), np.concatenate([part.scales for part in each]))

@@ -122,8 +122,7 @@ class Placement:
             if shape != (pair.b.shape[0], *pair.a.shape[1:]) or any(size != 1 for size in pair.b.shape[2:]):
                 raise MergeError(
                     f"{pair.a.path}: {pair.a.name!r} {list(pair.a.shape)} and {pair.b.name!r} {list(pair.b.shape)} do not make "
-                    "a kernel "
-                    f"of the base's shape {list(shape)}"
+                    f"a kernel of the base's shape {list(shape)}"
                 )
             self._architecture.check_convolution(module, str(pair.a.path))
             return replace(update, filters=True)
@@ -145,8 +144,7 @@ class Placement:
         if name is None:
             raise MergeError(
                 f"{bias.path}: {bias.name!r} adds a bias to {module}, which has none in base {self.base.folder.source}; a "
-                "checkpoint of "
-                "this architecture has no place for it"
+                "checkpoint of this architecture has no place for it"
             )
         if bias.shape != self.shape(name):
             raise MergeError(
@@ -177,8 +175,7 @@ class Placement:
         if len(shape) != 2 or piece.values.shape[1] != shape[1] or max(piece.indices) >= shape[0]:
             raise MergeError(
                 f"{piece.values.path}: {piece.values.name!r} {list(piece.values.shape)} replaces rows up to "
-                f"{max(piece.indices)} of the "
-                f"base's {name} {list(shape)}, which do not fit"
+                f"{max(piece.indices)} of the base's {name} {list(shape)}, which do not fit"
             )
         if any(isinstance(operation, ReplaceRows) for operation in self.changes.get(name, Change()).operations):
             raise MergeError(
@@ -194,9 +191,8 @@ class Placement:
         name = self._names.find(wanted)
         if name is None:
             raise MergeError(
-                f"{tensor.path}: module {wanted.rpartition('.')[0]!r} has no tensor {wanted} in base "
-                f"{self.base.folder.source}, which "
-                f"{tensor.name!r} needs; {self._names.nearest(wanted)}"
+                f"{tensor.path}: module {wanted.rpartition('.')[0]!r} has no tensor {wanted} in base {self.base.folder.source}, "
+                f"which {tensor.name!r} needs; {self._names.nearest(wanted)}"
             )
         return name
 
@@ -217,8 +213,7 @@ def _check_rank(pair: LowRankPair, path: str, adapter: Adapter, *, experts: bool
     if not fits:
         raise MergeError(
             f"{pair.a.path}: {pair.module}: lora_A {list(pair.a.shape)} and lora_B {list(pair.b.shape)} are of rank {found[0]} "
-            "and "
-            f"{found[1]}, the configuration says {rank}"
+            f"and {found[1]}, the configuration says {rank}"
         )
 
 
@@ -227,9 +222,8 @@ def _check_combinable(adapter: Adapter) -> None:
     for pair in adapter.pairs:
         if pair.magnitude is not None:
             raise MergeError(
-                f"{adapter.settings.where}: use_dora is set; DoRA rescales the weight that it was trained on, so that it "
-                "cannot be added "
-                "to other adapters"
+                f"{adapter.settings.where}: use_dora is set; DoRA rescales the weight that it was trained on, so that it cannot "
+                "be added to other adapters"
             )
     pieces: Mapping[str, tuple[TensorInfo, ...]] = {
         "replaces a whole tensor": tuple(piece.tensor for piece in adapter.replacements if piece.trained),

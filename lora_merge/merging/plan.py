@@ -244,8 +244,7 @@ def _stored_state(base: Checkpoint, *, through_it: bool) -> StoredState:
     if stored.decoders and not through_it:
         raise MergeError(
             f"base {base.folder.source}: is already quantized (bitsandbytes, quantization_config in config.json); add "
-            "--from-4bit to merge "
-            "through its stored state, or give the 16-bit checkpoint it was made from"
+            "--from-4bit to merge through its stored state, or give the 16-bit checkpoint it was made from"
         )
     return stored
 

@@ -217,8 +217,7 @@ def _read_4bit(weight: str, quant_type: str, tensors: Mapping[str, TensorInfo]) 
     ):
         raise MergeError(
             f"{packed.path}: {weight!r} is {packed.dtype.name} {list(packed.shape)} with absmax {list(absmax.shape)}, which "
-            "does not fit "
-            f"its state of shape {list(shape)}, block size {block_size}"
+            f"does not fit its state of shape {list(shape)}, block size {block_size}"
         )
     if f"{weight}.quant_map" in tensors:
         used.add(f"{weight}.quant_map")
@@ -260,8 +259,7 @@ def _read_8bit(weight: str, scales: str, tensors: Mapping[str, TensorInfo], dtyp
     if codes.dtype.name != "I8" or len(codes.shape) != 2 or scale.shape != codes.shape[:1] or scale.dtype.name != "F32":
         raise MergeError(
             f"{codes.path}: {weight!r} is {codes.dtype.name} {list(codes.shape)} with {scale.dtype.name} {list(scale.shape)} "
-            "scales; "
-            "expected an int8 matrix with one float32 scale a row"
+            "scales; expected an int8 matrix with one float32 scale a row"
         )
     layout = f"{weight}_format"
     if layout in tensors and read_tensor(tensors[layout]).reshape(-1)[:1].tolist() != [0]:

@@ -40,9 +40,8 @@ def leftover_recipe(adapter_folder: Path, named_base: str | None) -> QuantRecipe
         for name in set(found[0].origins) & set(other.origins):
             if getattr(found[0], name) != getattr(other, name):
                 raise MergeError(
-                    f"{adapter_folder}: {found[0].origins[name]} says {name} {getattr(found[0], name)!r}, "
-                    f"{other.origins[name]} says "
-                    f"{getattr(other, name)!r}; give the right one as a flag or with --quant-config"
+                    f"{adapter_folder}: {found[0].origins[name]} says {name} {getattr(found[0], name)!r}, {other.origins[name]} "
+                    f"says {getattr(other, name)!r}; give the right one as a flag or with --quant-config"
                 )
     return found[0] if found else None
 
@@ -158,8 +157,7 @@ def _of_base_name(named_base: str | None) -> QuantRecipe | None:
     if name.endswith("-unsloth-bnb-4bit"):
         raise MergeError(
             f"the adapter was trained on {named_base}, which keeps some layers in 16 bit that only its own files tell; give it "
-            "as --base, "
-            "and its stored values are used"
+            "as --base, and its stored values are used"
         )
     settings = {"quant_type": "nf4", "double_quant": True, "block_size": 64, "quant_dtype": "bfloat16"}
     return _recipe(settings, f"the base's name {named_base} (Unsloth)")

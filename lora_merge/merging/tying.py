@@ -66,8 +66,7 @@ def find_tie(base: Checkpoint) -> Tie | None:
     if not _same_bytes(tensors[embeddings[0]], tensors[heads[0]]):
         raise MergeError(
             f"base {base.folder.source}: config.json ties the head to the embedding, but {heads[0]} differs from "
-            f"{embeddings[0]}; engines "
-            "disagree about which counts; set tie_word_embeddings to what it was trained with"
+            f"{embeddings[0]}; engines disagree about which counts; set tie_word_embeddings to what it was trained with"
         )
     return Tie(embeddings[0], heads[0], True)
 
