@@ -107,10 +107,11 @@ def main(context: click.Context, /, output_format: str, quiet: bool, verbose: bo
     quiet_libraries(verbose)
     from lora_merge.generation.api import generate_gated
     from lora_merge.generation.display import shown_phases
+    from lora_merge.generation.orphans import no_orphans
 
     model, prompts, out = (given.pop(name) for name in ("model", "prompts", "out"))
     options = _options(given)
-    with shown_phases(quiet=quiet) as phases:
+    with no_orphans(), shown_phases(quiet=quiet) as phases:
         result = generate_gated(model, prompts, out, options, phases=phases, say=_Speaker(quiet))
     _print_result(result, output_format)
 

@@ -13,6 +13,8 @@ from lora_merge.generation.phases import Phase, Phases
 
 LOG_INTERVAL = 30.0
 """Seconds between two lines of one phase in a log."""
+_WORTH_SAYING = 1.0
+"""A phase that has not run for so many seconds in all, such as saving, gets no line."""
 
 
 @contextlib.contextmanager
@@ -44,7 +46,8 @@ class LogLines:
     def changed(self, phase: Phase) -> None:
         """A phase moved; say so when its time has come."""
         now = self._clock()
-        if phase.is_running and now - self._last.setdefault(phase.name, now) >= self._interval:
+        due = now - self._last.setdefault(phase.name, now) >= self._interval
+        if due and phase.is_running and phase.seconds >= _WORTH_SAYING:
             self._last[phase.name] = now
             self._say(phase_line(phase))
 

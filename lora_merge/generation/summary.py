@@ -26,7 +26,7 @@ def summary_lines(result: GenerateResult) -> Iterator[str]:
         yield f"  set aside {ended['quarantined']:,} of {ended['input_rows']:,} rows, see {result.quarantine}"
     if ended["resumed_rows"]:
         yield f"  resumed   {ended['resumed_rows']:,} rows were there already"
-    phases = [f"{name} {_time(phase)}" for name, phase in ended["phases"].items() if phase["seconds"] >= 0.05]
+    phases = [_time(name, phase) for name, phase in ended["phases"].items() if phase["seconds"] >= 0.05]
     if phases:
         yield f"  took      {', '.join(phases)}"
 
@@ -46,7 +46,7 @@ def _flaws(counts: dict[str, Any]) -> str:
     return f" ({', '.join(flaws)})" if flaws else ""
 
 
-def _time(phase: dict[str, Any]) -> str:
-    seconds = phase["seconds"]
-    shown = f"{seconds:.1f} s" if seconds < 60 else duration(seconds)
-    return shown if phase["rate"] is None or phase["rate"] < 1 else f"{shown} ({phase['rate']:,.0f}/s)"
+def _time(name: str, phase: dict[str, Any]) -> str:
+    seconds, rate = phase["seconds"], phase["rate"]
+    shown = f"{name} {seconds:.1f} s" if seconds < 60 else f"{name} {duration(seconds)}"
+    return f"{shown} ({rate:,.1f}/s)" if rate is not None and name in ("tokenize", "decide", "write") else shown

@@ -6,8 +6,9 @@ import contextlib
 import shutil
 import subprocess
 import threading
-from collections.abc import Iterator
 from pathlib import Path
+
+from lora_merge.generation.orphans import descendants
 
 _INTERVAL = 0.25
 
@@ -18,7 +19,7 @@ def host_peak(pid: int) -> int:
     Shared pages count once a process, so it is an upper bound where workers share memory.
     """
     total = 0
-    for process in (pid, *_descendants(pid)):
+    for process in (pid, *descendants(pid)):
         with contextlib.suppress(OSError, IndexError, ValueError):
             status = Path(f"/proc/{process}/status").read_text()
             total += int(status.split("VmHWM:")[1].split()[0]) * 1024
@@ -28,14 +29,6 @@ def host_peak(pid: int) -> int:
 def reset_host_peak() -> None:
     """Let the peak of this process start again from what is resident now (Linux)."""
     Path("/proc/self/clear_refs").write_text("5")
-
-
-def _descendants(pid: int) -> Iterator[int]:
-    for children in Path(f"/proc/{pid}/task").glob("*/children"):
-        with contextlib.suppress(OSError):
-            for child in map(int, children.read_text().split()):
-                yield child
-                yield from _descendants(child)
 
 
 class MemoryWatch:
