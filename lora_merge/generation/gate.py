@@ -84,6 +84,9 @@ class Gate:
             "outcome": self.certificate.outcome.value,
             "warnings": list(self.certificate.warnings),
             "limits": self.certificate.limits.to_json(),
+            "labels": self.certificate.labels.to_json(),
+            "prefill": self.certificate.prefill,
+            "engine": dict(self.certificate.engine),
         }
 
 

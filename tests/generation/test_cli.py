@@ -96,6 +96,7 @@ def test_the_check_for_servers(checkpoint):
     assert done.exit_code == 0 and "may be used" in done.stdout
     shown = json.loads(call("check", "--model", checkpoint, "--format", "json").stdout)
     assert shown["gated"] is True and len(shown["root"]) == 64
+    assert (shown["prefill"], shown["engine"]["dtype"], shown["labels"]["skip"]["text"]) == ('{"decision": "', "float32", "skip")
     (checkpoint / "config.json").unlink()
     done = call("check", "--model", checkpoint)
     assert done.exit_code == 1 and done.stdout == "" and "config.json is missing" in done.stderr
