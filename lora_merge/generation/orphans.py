@@ -20,15 +20,23 @@ _INTERVAL = 0.5
 
 @contextlib.contextmanager
 def no_orphans() -> Iterator[None]:
-    """If this process is killed within the block, everything it had started ends with it."""
+    """If this process is killed within the block, or the block raises, everything it had started ends with it."""
     command = [sys.executable, "-I", "-S", str(Path(__file__).absolute()), str(os.getpid())]
     quiet = subprocess.DEVNULL
     # A session of its own, so that an interrupt from the keyboard does not end the watch before the watched.
-    with subprocess.Popen(command, stdin=quiet, stdout=quiet, stderr=quiet, start_new_session=True) as watch:
-        try:
-            yield
-        finally:
-            watch.kill()
+    watch = subprocess.Popen(command, stdin=quiet, stdout=quiet, stderr=quiet, start_new_session=True)
+    yield
+    # Not reached when the block raises: the watch then stays until this process has ended, and cleans up behind it.
+    watch.kill()
+    watch.wait()
+
+
+def end_with_descendants(process: subprocess.Popen[bytes]) -> None:
+    """End a process of ours and everything that it has started."""
+    for pid in (process.pid, *descendants(process.pid)):
+        with contextlib.suppress(OSError):
+            os.kill(pid, signal.SIGKILL)
+    process.wait()
 
 
 def descendants(pid: int) -> Iterator[int]:

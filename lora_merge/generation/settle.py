@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass
 from typing import Any
 
@@ -103,4 +104,11 @@ def _earlier_chunk_size(earlier: RunRecord | None) -> int | None:
 def _usual_chunk_size() -> int:
     import torch
 
-    return CHUNK_WITH_GPU if torch.cuda.is_available() else CHUNK_WITHOUT_GPU
+    # Asking the driver through NVML starts no CUDA in this process, which an engine that forks its workers could not bear.
+    variable = "PYTORCH_NVML_BASED_CUDA_CHECK"
+    before = os.environ.get(variable)
+    os.environ[variable] = "1"
+    try:
+        return CHUNK_WITH_GPU if torch.cuda.is_available() else CHUNK_WITHOUT_GPU
+    finally:
+        os.environ.pop(variable) if before is None else os.environ.update({variable: before})

@@ -13,6 +13,7 @@ from lora_merge.generation.bench.arms import ArmResult, Task
 from lora_merge.generation.bench.memory import MemoryWatch
 from lora_merge.generation.errors import GenerationError
 from lora_merge.generation.files import replaced_file
+from lora_merge.generation.orphans import end_with_descendants
 
 
 class Runner:
@@ -66,7 +67,7 @@ class Runner:
                     with MemoryWatch(process.pid) as watch:
                         status = process.wait()
                 except BaseException:
-                    process.terminate()
+                    end_with_descendants(process)
                     raise
         if status != 0 or not result_file.exists():
             raise GenerationError(f"{task.name} failed with exit code {status}: {_last_line(log)}; see {log}")
