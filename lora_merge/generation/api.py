@@ -79,11 +79,18 @@ def generate_gated(
     phases = phases or Phases()
     with contextlib.ExitStack() as stack:
         target = Path(out)
+        if target.resolve().is_relative_to(Path(model).resolve()):
+            raise GenerationError(f"{target}: lies in the checkpoint's folder and would change it; give an --out elsewhere")
         sink = stack.enter_context(contextlib.closing(Sink.open(target, resume=options.resume)))
         earlier = read_record(target) if sink.holds_rows else None
         gate = check_gate(model, options.gate, phases)
         say(standing(gate))
         settled = settle(options, gate, earlier)
+        if gate.certificate is not None and gate.certificate.limits.skip_threshold != options.skip_threshold:
+            certified = f"{gate.certificate.limits.skip_threshold:g}"
+            say(
+                f"the certificate counted decision flips at a skip threshold of {certified}, this run has {options.skip_threshold:g}"
+            )
         spool = stack.enter_context(PromptSpool(target.parent))
         intake, job = _prepare(gate, Path(prompts), target, options, settled, spool, phases, say)
         return Run(gate, target, options, settled, intake, job, sink, phases, say).finish(earlier, open_engine)

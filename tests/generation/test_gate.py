@@ -157,6 +157,21 @@ def test_lesser_differences_are_said(checkpoint, prompts):
     assert any("fake was '0', is '1'" in text and "device was 'NVIDIA H200', is 'cpu'" in text for text in said)
 
 
+def test_another_threshold_than_the_certified_one_is_said(checkpoint, prompts):
+    said = []
+    run(checkpoint, prompts, say=said.append)
+    assert not any("threshold" in text for text in said)
+    settings = GenerateOptions(0.25)
+    generate_gated(checkpoint, prompts, prompts.with_name("other.jsonl"), settings, open_engine=open_fake, say=said.append)
+    assert any("at a skip threshold of 0.5, this run has 0.25" in text for text in said)
+
+
+def test_results_inside_the_checkpoint_are_refused(checkpoint, prompts):
+    with pytest.raises(GenerationError, match="lies in the checkpoint's folder"):
+        generate_gated(checkpoint, prompts, checkpoint / "r.jsonl", GenerateOptions(0.5), open_engine=must_not_load)
+    assert check_gate(checkpoint).is_gated
+
+
 def test_the_certified_settings_are_the_default(checkpoint, prompts):
     settled = []
 
