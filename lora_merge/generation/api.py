@@ -86,11 +86,9 @@ def generate_gated(
         gate = check_gate(model, options.gate, phases)
         say(standing(gate))
         settled = settle(options, gate, earlier)
-        if gate.certificate is not None and gate.certificate.limits.skip_threshold != options.skip_threshold:
-            certified = f"{gate.certificate.limits.skip_threshold:g}"
-            say(
-                f"the certificate counted decision flips at a skip threshold of {certified}, this run has {options.skip_threshold:g}"
-            )
+        certified = gate.certificate.limits.skip_threshold if gate.certificate is not None else options.skip_threshold
+        if certified != options.skip_threshold:
+            say(f"the certificate counted flips at a skip threshold of {certified:g}, this run has {options.skip_threshold:g}")
         spool = stack.enter_context(PromptSpool(target.parent))
         intake, job = _prepare(gate, Path(prompts), target, options, settled, spool, phases, say)
         return Run(gate, target, options, settled, intake, job, sink, phases, say).finish(earlier, open_engine)

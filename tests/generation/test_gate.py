@@ -160,7 +160,7 @@ def test_lesser_differences_are_said(checkpoint, prompts):
 def test_another_threshold_than_the_certified_one_is_said(checkpoint, prompts):
     said = []
     run(checkpoint, prompts, say=said.append)
-    assert not any("threshold" in text for text in said)
+    assert not any("at a skip threshold" in text for text in said)
     settings = GenerateOptions(0.25)
     generate_gated(checkpoint, prompts, prompts.with_name("other.jsonl"), settings, open_engine=open_fake, say=said.append)
     assert any("at a skip threshold of 0.5, this run has 0.25" in text for text in said)
