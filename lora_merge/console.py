@@ -36,7 +36,7 @@ def reports_errors(command: Command) -> Command:
             click.echo(f"error: {one_line(str(error))}", err=True)
             sys.exit(error.exit_code)
         except KeyboardInterrupt:
-            click.echo("error: interrupted; nothing unfinished was left behind", err=True)
+            click.echo("error: interrupted; nothing half-written was left behind", err=True)
             sys.exit(EXIT_INTERRUPTED)
 
     return guarded  # type: ignore[return-value]

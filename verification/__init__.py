@@ -12,10 +12,14 @@ _PUBLIC = {
     "AuditOptions": "verification.audit_api",
     "AuditResult": "verification.audit_api",
     "CheckedCertificate": "verification.gate",
+    "DecisionOptions": "verification.prepare",
+    "EngineOptions": "verification.arms",
     "Inconclusive": "verification.errors",
     "Limits": "verification.limits",
+    "MeasureOptions": "verification.measure",
     "Outcome": "verification.checks",
     "Policy": "verification.gate",
+    "SourceOptions": "verification.sources",
     "Verdict": "verification.verdict",
     "VerificationError": "verification.errors",
     "VerifyOptions": "verification.api",
@@ -33,6 +37,7 @@ __all__ = sorted(_PUBLIC)
 if TYPE_CHECKING:
     from verification.api import VerifyOptions as VerifyOptions
     from verification.api import verify_skip_drift as verify_skip_drift
+    from verification.arms import EngineOptions as EngineOptions
     from verification.audit_api import AuditOptions as AuditOptions
     from verification.audit_api import AuditResult as AuditResult
     from verification.audit_api import audit_merge as audit_merge
@@ -44,8 +49,11 @@ if TYPE_CHECKING:
     from verification.gate import Policy as Policy
     from verification.gate import check_certificate as check_certificate
     from verification.limits import Limits as Limits
+    from verification.measure import MeasureOptions as MeasureOptions
+    from verification.prepare import DecisionOptions as DecisionOptions
     from verification.reference import read_reference as read_reference
     from verification.reference import record_reference as record_reference
+    from verification.sources import SourceOptions as SourceOptions
     from verification.verdict import Verdict as Verdict
     from verification.verdict import judge as judge
 

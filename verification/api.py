@@ -8,6 +8,7 @@ from pathlib import Path
 
 from verification import report_folder
 from verification.arms import Stages
+from verification.checks import Outcome
 from verification.drift_file import read_measurements
 from verification.errors import Inconclusive, VerificationError
 from verification.gate import certificate_path
@@ -57,6 +58,10 @@ def verify_skip_drift(
     if not Path(merged).is_dir():
         reason = f"{merged}: no such folder; expected a merged checkpoint, as lora-merge --out makes it"
         return could_not_measure("measurement", reason, options.limits)
+    # A mistyped name is no reason to take an earlier run's report away.
+    for file, what in ((prompts, "a JSON Lines prompt file"), (options.measure.reference, "a recorded reference")):
+        if file is not None and not Path(file).is_file():
+            return could_not_measure("measurement", f"{file}: no such file; expected {what}", options.limits)
     folder = certificate_path(merged).parent if options.report is None else Path(options.report)
     _check_apart(folder, Path(merged))
     report_folder.clear(folder)
@@ -67,7 +72,10 @@ def verify_skip_drift(
         measurements = measure(merged, prompts, options.measure, folder, stages)
         verdict = judge(measurements, options.limits)
     except Inconclusive as error:
-        verdict = could_not_measure("measurement", str(error), options.limits)
+        if error.checks:
+            verdict = Verdict(Outcome.INCONCLUSIVE, error.checks, options.limits, {})
+        else:
+            verdict = could_not_measure("measurement", str(error), options.limits)
     report_folder.write(folder, verdict, measurements, options.sign_key)
     return verdict
 

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
-from typing import ClassVar
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, ClassVar
 
 from lora_merge.errors import EXIT_INCONCLUSIVE, UserError
+
+if TYPE_CHECKING:
+    from verification.checks import Check
 
 
 class VerificationError(UserError):
@@ -12,6 +16,13 @@ class VerificationError(UserError):
 
 
 class Inconclusive(UserError):
-    """Nothing could be measured, or what was measured says nothing: never a pass, never a certificate."""
+    """Nothing could be measured, or what was measured says nothing: never a pass, never a certificate.
+
+    ``checks``: what had been checked when it was known that a measurement would say nothing.
+    """
 
     exit_code: ClassVar[int] = EXIT_INCONCLUSIVE
+
+    def __init__(self, message: str, checks: Sequence[Check] = ()) -> None:
+        super().__init__(message)
+        self.checks = tuple(checks)

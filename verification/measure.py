@@ -28,7 +28,7 @@ from verification.gate import folder_files
 from verification.measurement import Conditions, Measurements, NoiseFloor, pair
 from verification.prepare import DecisionOptions, Prepared, prepare
 from verification.reference import read_reference
-from verification.sources import SourceOptions, Sources, find_sources
+from verification.sources import SourceOptions, Sources, find_sources, manifest_findings
 
 
 @dataclass(frozen=True)
@@ -84,6 +84,11 @@ def _measure(
     sources = find_sources(merged, options.sources, recorded)
     trust = options.engine.trust_remote_code
     prepared = prepare(prompts, merged, sources, recorded, options.decision, trust_remote_code=trust)
+    known = (*sources.findings, *prepared.findings, *manifest_findings(merged, files))
+    # What makes any measurement say nothing is said before the models load.
+    for check in known:
+        if check.outcome is Outcome.INCONCLUSIVE:
+            raise Inconclusive(check.detail, known)
     audited = _audit(merged, sources, stages, trust_remote_code=trust) if options.audit else ()
     arms: dict[str, Arm] = {}
     if recorded is not None:
@@ -112,7 +117,7 @@ def _measure(
         merged_files=files,
         merged_root=root_digest(files),
         noise_floors=tuple(floor for arm in arms.values() for floor in arm.floors),
-        findings=(*sources.findings, *prepared.findings, *audited),
+        findings=(*known, *audited),
     )
     return _joined(conditions, prepared, arms)
 

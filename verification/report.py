@@ -8,6 +8,9 @@ from typing import Any
 from verification.checks import Outcome
 from verification.verdict import Verdict
 
+_ABOUT_FILES = ("weights", "merged-files")
+"""Checks of the files themselves, which can fail however little the decisions drift."""
+
 UNSIGNED = "unsigned: it guards against mistakes, not against forgery (--sign-key signs it)"
 
 
@@ -31,7 +34,11 @@ def _headline(verdict: Verdict) -> str:
     meaning = {
         Outcome.PASSED: "the merged checkpoint decides as its QLoRA reference did",
         Outcome.WARNED: "within the limits, but with a reservation; generation asks for consent",
-        Outcome.FAILED: "the merged checkpoint decides differently from its QLoRA reference",
+        Outcome.FAILED: (
+            "the merged checkpoint decides differently from its QLoRA reference"
+            if any(check.outcome is Outcome.FAILED and check.name not in _ABOUT_FILES for check in verdict.checks)
+            else "the merged checkpoint is not what its base, adapter and recipe make"
+        ),
         Outcome.INCONCLUSIVE: "the measurement says nothing, so nothing is certified",
     }
     return f": {meaning[verdict.outcome]} (limit {verdict.limits.max_delta:g} of the mean |delta| of the skip probability)"

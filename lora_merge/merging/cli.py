@@ -207,7 +207,9 @@ def _print_result(result: MergeResult, output_format: str) -> None:
     if output_format == "json":
         click.echo(json.dumps({"out": str(result.out), "manifest": manifest}, indent=2))
         return
-    click.echo(f"merged into {result.out} ({result.manifest.method}); root digest {manifest['output']['root']}")
+    click.echo(
+        f"merged into {result.out} ({result.manifest.method}); verify it next: verify-skip-drift --merged {result.out} ..."
+    )
 
 
 def _size(count: int) -> str:
