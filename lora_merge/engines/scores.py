@@ -43,7 +43,7 @@ class DecisionScore:
         if not (math.isfinite(log_p_skip) and math.isfinite(log_p_write)):
             raise NonFiniteScore(
                 f"prompt {id!r}: log P(skip) = {log_p_skip}, log P(write) = {log_p_write}; expected finite numbers. "
-                "The model overflowed: load it in bfloat16 or float32"
+                "A weight is NaN or infinite (verify-merge tells which), or the model overflowed (load it in bfloat16 or float32)"
             )
         return cls(
             id,

@@ -190,7 +190,7 @@ def test_a_nan_weight_is_inconclusive(place: Path) -> None:
     tensors = load_file(path)
     tensors["model.layers.1.mlp.up_proj.weight"][0, 0] = float("nan")
     save_file(tensors, path, metadata={"format": "pt"})
-    assert "expected finite numbers" in verify(place, exit_code=3)["reasons"][0]
+    assert "expected finite numbers. A weight is NaN or infinite" in verify(place, exit_code=3)["reasons"][0]
 
 
 def test_a_swapped_tokenizer_is_inconclusive(place: Path) -> None:
