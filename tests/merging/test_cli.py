@@ -127,6 +127,11 @@ def test_two_runs_into_one_folder(bases, adapters, tmp_path):
     assert [path.name for path in tmp_path.iterdir()] == ["out"]
 
 
+def _heed_interrupts() -> None:
+    """A shell's background jobs ignore SIGINT and hand that down; the process under test must not inherit it."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+
+
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_interrupt_leaves_nothing(number, tmp_path):
     """A signal to a real process while it writes 120 MB: exit 130, one line, and not even a hidden folder."""
@@ -136,7 +141,7 @@ def test_interrupt_leaves_nothing(number, tmp_path):
     results.mkdir()
     command = [sys.executable, "-m", "lora_merge.merging", "--from-4bit", "--quiet", "--jobs", "1"]
     command += ["--base", str(base), "--adapter", str(adapter), "--out", str(results / "out")]
-    process = subprocess.Popen(command, stderr=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    process = subprocess.Popen(command, stderr=subprocess.PIPE, stdout=subprocess.PIPE, text=True, preexec_fn=_heed_interrupts)
     while process.poll() is None and not list(results.glob(".out.partial-*/*.safetensors")):
         time.sleep(0.01)
     process.send_signal(number)

@@ -45,6 +45,7 @@ class Ground:
 
     def start(self, *extra: str, limit: int | None = None) -> subprocess.Popen[str]:
         def limited() -> None:
+            signal.signal(signal.SIGINT, signal.SIG_DFL)  # a shell's background jobs ignore it, and hand that down
             if limit is not None:
                 signal.signal(signal.SIGXFSZ, signal.SIG_IGN)  # the write then fails with EFBIG
                 resource.setrlimit(resource.RLIMIT_FSIZE, (limit, limit))
