@@ -29,7 +29,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--work", type=Path, default=ROOT / "demo", help="folder for the merged checkpoints, reports and results")
     parser.add_argument("--model", type=Path, default=ROOT / "models" / "gemma-3-270m")
-    parser.add_argument("--prompts", type=int, default=400, help="held-out prompts to score")
+    parser.add_argument("--prompts", type=int, default=300, help="held-out prompts to score")
     parser.add_argument("--live", type=int, default=20, help="prompts to score live through bitsandbytes as well")
     parser.add_argument("--texts", type=int, default=48, help="prompts for the generation step")
     parser.add_argument("--max-delta", default="0.02")
