@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import time
 
 import pytest
 from click.testing import CliRunner
@@ -281,6 +282,26 @@ def test_memory_of_a_process_and_its_children():
         process.stdout.readline()
         assert 200e6 < memory.host_peak(process.pid) < 400e6
         process.stdin.close()
+
+
+def test_the_load_of_others_is_what_is_busy_and_not_ours(monkeypatch):
+    """Ten seconds of processor time went by in four seconds on two cores, four of them ours: six of eight."""
+    busy, own, wall = iter([100.0, 110.0]), iter([5.0, 9.0]), iter([50.0, 54.0])
+    monkeypatch.setattr(memory, "_busy_seconds", lambda: next(busy))
+    monkeypatch.setattr(memory, "_own_seconds", lambda: next(own))
+    monkeypatch.setattr(memory.time, "monotonic", lambda: next(wall))
+    monkeypatch.setattr(memory.os, "cpu_count", lambda: 2)
+    assert memory.OtherLoad().share() == pytest.approx(0.75)
+
+
+def test_busy_time_is_read_in_seconds():
+    """Oracle: this process, busy for half a second of its own processor time."""
+    before, own = memory._busy_seconds(), memory._own_seconds()
+    end = time.process_time() + 0.5
+    while time.process_time() < end:
+        pass
+    assert memory._own_seconds() - own == pytest.approx(0.5, abs=0.1)
+    assert memory._busy_seconds() - before > 0.35
 
 
 # From end to end

@@ -150,6 +150,8 @@ class ArmResult:
         kept_seconds: ``kept`` and ``all``: time to write the kept prompts alone, and all on the list; ``same``: share of the kept
             texts that come out the same either way. None without a threshold.
         engine: what the engine says of itself.
+        other_load: share of the machine's processor time that went to other processes meanwhile, in [0, 1]; None where the system
+            does not tell.
     """
 
     seconds: Mapping[str, float]
@@ -164,6 +166,7 @@ class ArmResult:
     quantile_seconds: Sequence[float]
     kept_seconds: Mapping[str, float] | None
     engine: Mapping[str, Any]
+    other_load: float | None = None
 
     @property
     def work_seconds(self) -> float:

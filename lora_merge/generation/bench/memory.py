@@ -1,11 +1,14 @@
-"""Peak memory of a process with its children, and of the GPU it runs on."""
+"""Peak memory of a process with its children and of its GPU, and what else the machine was busy with."""
 
 from __future__ import annotations
 
 import contextlib
+import os
+import resource
 import shutil
 import subprocess
 import threading
+import time
 from pathlib import Path
 
 from lora_merge.generation.orphans import descendants
@@ -60,6 +63,36 @@ class MemoryWatch:
             used = None if self._before is None else device_used()
             if used is not None and self._before is not None and self.device is not None:
                 self.device = max(self.device, used - self._before)
+
+
+class OtherLoad:
+    """How busy other processes kept the machine while ours, which must have been waited for, ran."""
+
+    def __init__(self) -> None:
+        self._before = _busy_seconds(), _own_seconds(), time.monotonic()
+
+    def share(self) -> float | None:
+        """Of the processor time there was, in [0, 1]; None where the system does not tell."""
+        busy, own, began = self._before
+        now = _busy_seconds()
+        if now is None or busy is None:
+            return None
+        cores, wall = os.cpu_count() or 1, time.monotonic() - began
+        return min(max((now - busy - (_own_seconds() - own)) / (cores * wall), 0.0), 1.0)
+
+
+def _busy_seconds() -> float | None:
+    """Processor time of all processes since boot, less what was idle or waited for the disk."""
+    try:
+        user, nice, system, _, _, irq, soft = map(int, Path("/proc/stat").read_text().splitlines()[0].split()[1:8])
+    except (OSError, ValueError, IndexError):
+        return None
+    return (user + nice + system + irq + soft) / os.sysconf("SC_CLK_TCK")
+
+
+def _own_seconds() -> float:
+    own, children = resource.getrusage(resource.RUSAGE_SELF), resource.getrusage(resource.RUSAGE_CHILDREN)
+    return own.ru_utime + own.ru_stime + children.ru_utime + children.ru_stime
 
 
 def device_used() -> int | None:

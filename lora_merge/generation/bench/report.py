@@ -10,6 +10,8 @@ from lora_merge.generation.bench.api import BenchResult
 from lora_merge.generation.bench.arms import ARMS, ArmResult
 
 TITLES = {arm.name: arm.title for arm in ARMS}
+_QUIET = 0.1
+"""Share of other processes above which times are not to be trusted."""
 FORMAT = "lora-merge/engines"
 VERSION = 1
 
@@ -55,6 +57,7 @@ def _arm(result: BenchResult, name: str) -> dict[str, Any]:
         "computed_tokens": arm.computed,
         "wasted_share": figures.waste(arm),
         "memory": dict(arm.memory),
+        "other_load": arm.other_load,
         "kv": arm.kv,
         "threshold_before_writing": figures.saved_by_threshold(arm, result.listed),
         "engine": dict(arm.engine),
@@ -137,6 +140,7 @@ def _times(result: BenchResult) -> Iterator[str]:
         tokens = f"{rates['text_tokens']:,.0f}" if "text_tokens" in rates else "–"
         rows.append([TITLES[name], *phases, f"**{arm.work_seconds:,.2f}**", f"{rates['prompts']:,.1f}", tokens])
     yield table(heads, rows)
+    yield from _other_load(result)
     heads = ["arm", "peak host memory", "peak device memory", "padding and waiting", "KV tokens that fit", "prompts at once"]
     rows = []
     for name, arm in result.arms.items():
@@ -145,6 +149,16 @@ def _times(result: BenchResult) -> Iterator[str]:
         sizes = [_size(arm.memory.get("host_peak")), _size(arm.memory.get("device_peak"))]
         rows.append([TITLES[name], *sizes, shown, _count(kv.get("tokens")), _count(kv.get("prompts"))])
     yield table(heads, rows)
+
+
+def _other_load(result: BenchResult) -> Iterator[str]:
+    """A machine that does other things meanwhile makes times that say little."""
+    loads = {name: arm.other_load for name, arm in result.arms.items() if arm.other_load is not None}
+    if not loads:
+        return
+    shares = ", ".join(f"{TITLES[name]} {load:.0%}" for name, load in loads.items())
+    warning = "**The machine was not quiet, so these times say little.** " if max(loads.values()) > _QUIET else ""
+    yield f"{warning}Processor time that went to other processes meanwhile: {shares}."
 
 
 def _ratio_table(result: BenchResult) -> Iterator[str]:

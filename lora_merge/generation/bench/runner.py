@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from lora_merge.generation.bench.arms import ArmResult, Task
-from lora_merge.generation.bench.memory import MemoryWatch
+from lora_merge.generation.bench.memory import MemoryWatch, OtherLoad
 from lora_merge.generation.errors import GenerationError
 from lora_merge.generation.files import replaced_file
 from lora_merge.generation.orphans import end_with_descendants
@@ -61,7 +61,7 @@ class Runner:
         command = [sys.executable, "-m", "lora_merge.generation.bench.worker", str(task_file), str(result_file)]
         with open(log, "wb") as said:
             output = None if self._verbose else said
-            asked = time.time()
+            asked, load = time.time(), OtherLoad()
             with subprocess.Popen([*command, repr(asked)], stdout=output, stderr=output) as process:
                 try:
                     with MemoryWatch(process.pid) as watch:
@@ -76,6 +76,7 @@ class Runner:
         task_file.unlink()
         if task.part == "arm":
             result["memory"] = {"host_peak": watch.host, "device_peak": watch.device}
+            result["other_load"] = load.share()
         return dict(result)
 
 
