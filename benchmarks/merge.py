@@ -203,6 +203,17 @@ def make_adapter(folder: Path, base: Path) -> None:
     save_file(tensors, folder / "adapter_model.safetensors")
     projections = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
     LoraConfig(r=RANK, lora_alpha=RANK, target_modules=projections, task_type="CAUSAL_LM").save_pretrained(folder)
+    # What record_recipe leaves at the end of a training run: with it nothing has to be built to find the quantized modules.
+    modules = sorted({key.removeprefix("base_model.model.").rpartition(".lora_")[0] for key in tensors})
+    recipe = {
+        "quant_type": "nf4",
+        "double_quant": True,
+        "block_size": 64,
+        "quant_dtype": "bfloat16",
+        "quantized_modules": modules,
+    }
+    record = {"format": "lora-merge/quantization-recipe", "version": 1, "recipe": recipe}
+    (folder / "quantization_recipe.json").write_text(json.dumps(record))
 
 
 def merge_with_peft(base: Path, adapter: Path, out: Path, device: str) -> None:
