@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import os
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from lora_merge.engines.opening import EngineKind
@@ -131,8 +131,3 @@ class GenerateOptions:
                 raise GenerationError(f"{name} is {value}; expected at least 1")
         if not (math.isfinite(self.max_quarantine) and 0 <= self.max_quarantine <= 1):
             raise GenerationError(f"max_quarantine is {self.max_quarantine}; expected a share from 0 to 1")
-
-
-def as_json(options: EngineOptions) -> dict[str, Any]:
-    """Every option by name."""
-    return {entry.name: getattr(options, entry.name) for entry in fields(options)}
