@@ -1,0 +1,92 @@
+"""The two parts that need a quiet machine and are other programs: ``bench-engines``, and benchmarks/merge.py.
+
+    python benchmarks/gpu/commands.py engines --base models/gemma-3-270m --work work --json engines.json
+    python benchmarks/gpu/commands.py merge --base models/gemma-3-270m --work work --json merge.json
+
+Both go on where they were: bench-engines by its own --resume, the merges by round.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import shlex
+import shutil
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+from store import Results
+
+ROOT = Path(__file__).resolve().parents[2]
+GROCERY = ROOT / "examples" / "grocery"
+PROMPTS = 10_000
+SWEEP = "32,64,128,256"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("part", choices=["engines", "merge"])
+    parser.add_argument("--base", type=Path, required=True)
+    parser.add_argument("--work", type=Path, required=True)
+    parser.add_argument("--json", type=Path, required=True)
+    parser.add_argument("--num-prompts", type=int, default=PROMPTS)
+    parser.add_argument("--more", default="", help="more options of bench-engines or of benchmarks/merge.py, as one string")
+    parser.add_argument("--shape", default="4b")
+    parser.add_argument("--rounds", type=int, default=3)
+    options = parser.parse_args()
+    options.work.mkdir(parents=True, exist_ok=True)
+    more = shlex.split(options.more)
+    if options.part == "engines":
+        results = Results(options.json, {"prompts": options.num_prompts, "more": options.more})
+        results.measure("engines", lambda: engines(options.base, options.work, options.num_prompts, more))
+    else:
+        results = Results(options.json, {"shape": options.shape, "more": options.more})
+        for number in range(1, options.rounds + 1):
+            name = f"round {number}"
+            results.measure(name, lambda: merges(options.work, options.shape, more))
+    results.finish()
+
+
+def engines(base: Path, work: Path, count: int, more: list[str]) -> dict[str, Any]:
+    """Merge, write unseen prompts, compare the engines; the report as bench-engines leaves it, and the command."""
+    merged, prompts, out = work / "merged", work / "unseen.jsonl", work / "engines"
+    run([sys.executable, GROCERY / "pairs.py", "unseen", "--count", str(count), "--out", prompts])
+    command = [sys.executable, "-m", "lora_merge.merging", "--base", base, "--adapter", GROCERY / "adapter", "--from-4bit"]
+    run([*command, "--out", merged, "--overwrite", "--quiet"])
+    command = [sys.executable, "-m", "lora_merge.generation.bench_cli", "--model", merged, "--prompts", prompts]
+    command += ["--num-prompts", str(count), "--out", out, "--resume", "--no-pictures", *more]
+    code = run(command, allowed=(0, 1))
+    report: dict[str, Any] = json.loads((out / "engines.json").read_text(encoding="utf-8"))
+    shown = shlex.join(["bench-engines", *map(str, command[3:])])
+    return {"command": shown, "exit_code": code, "report": report}
+
+
+def merges(work: Path, shape: str, more: list[str]) -> dict[str, Any]:
+    """One round of benchmarks/merge.py, every arm once."""
+    file = work / "merge-round.json"
+    command = [sys.executable, ROOT / "benchmarks" / "merge.py", "--shape", shape, "--rounds", "1"]
+    command += ["--work", work / "bench-merge", "--json", file, *more]
+    run(command)
+    found = json.loads(file.read_text(encoding="utf-8"))
+    file.unlink()
+    usage = shutil.disk_usage(work)
+    shown = shlex.join(["python", "benchmarks/merge.py", *map(str, command[2:])])
+    return {"command": shown, "runs": found, "disk": {"total": usage.total, "free": usage.free}}
+
+
+def run(command: list[Any], allowed: tuple[int, ...] = (0,)) -> int:
+    words = [str(word) for word in command]
+    print(f"$ {shlex.join(words)}", flush=True)
+    start = time.perf_counter()
+    code = subprocess.run(words, check=False).returncode
+    print(f"  exit code {code}, {time.perf_counter() - start:.1f} s", flush=True)
+    if code not in allowed:
+        raise RuntimeError(f"{shlex.join(words)[:200]}: exit code {code}; its output is in the log")
+    return code
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,50 @@
+"""Makes docs/results/gpu.md, its pictures and its JSON files from what ``run.py`` left.
+
+    python benchmarks/gpu/report.py --results gpu-results
+
+The text is that of page.md beside this script; what stands there in braces is filled in here. A part that is missing says so.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import shutil
+import sys
+from pathlib import Path
+from typing import Any
+
+HERE = Path(__file__).resolve().parent
+sys.path[:0] = [str(HERE), str(HERE.parents[1])]
+
+from tables import drift, engines, environment, equivalence, merge, models, recipes  # noqa: E402
+
+PARTS = ("drift", "equivalence", "recipe-fp4", "recipe-dora", "models", "engines", "merge")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--results", type=Path, required=True)
+    parser.add_argument("--out", type=Path, default=HERE.parents[1] / "docs" / "results")
+    options = parser.parse_args()
+    parts: dict[str, Any] = {}
+    options.out.mkdir(parents=True, exist_ok=True)
+    for name in PARTS:
+        file = options.results / f"{name}.json"
+        if file.is_file():
+            parts[name] = json.loads(file.read_text(encoding="utf-8"))
+            shutil.copyfile(file, options.out / f"gpu-{name}.json")
+    pieces = {"environment": environment.line(parts)}
+    for module in (drift, equivalence, recipes, models, engines, merge):
+        pieces |= module.pieces(parts, options.out)
+    page = (HERE / "page.md").read_text(encoding="utf-8")
+    for name, text in pieces.items():
+        page = page.replace("{" + name + "}", text)
+    lines = "\n".join(line.rstrip() for line in page.splitlines())
+    while "\n\n\n" in lines:
+        lines = lines.replace("\n\n\n", "\n\n")
+    (options.out / "gpu.md").write_text(lines.strip() + "\n", encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()
