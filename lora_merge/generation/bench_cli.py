@@ -42,6 +42,9 @@ def _names(context: click.Context, parameter: click.Parameter, value: str | None
 @click.option("--skip-threshold", type=click.FloatRange(0, 1), metavar="T", help="Also measure dropping before against after.")
 @click.option("--quantiles", type=click.IntRange(0), default=4, show_default=True, help="Groups by text length to time apart.")
 @click.option("--sweep", callback=_sizes, metavar="SIZES", help="Generation batches to try, such as 32,64,128,256.")
+@click.option(
+    "--sweep-prompts", type=click.IntRange(1), metavar="N", help="Try them on N of the prompts to write, evenly spread."
+)
 @click.option("--stock", is_flag=True, help="Also time model.generate of Transformers at the sizes of --sweep.")
 @click.option(
     "--repeats", type=click.IntRange(1), default=1, show_default=True, help="Measure each arm so often; the median counts."

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import time
+from types import SimpleNamespace
 
 import pytest
 from click.testing import CliRunner
@@ -14,6 +15,7 @@ from lora_merge.engines.prompts import Prompt
 from lora_merge.generation.bench import api, figures, memory
 from lora_merge.generation.bench.arms import ARMS, ArmResult, Task, WriteList
 from lora_merge.generation.bench.measure import Bench, make_write_list
+from lora_merge.generation.bench.progress import ProgressFile, ProgressLines
 from lora_merge.generation.bench.proof import Limits, compare, first_difference
 from lora_merge.generation.bench.runner import Runner
 from lora_merge.generation.bench.worker import kv_bytes_per_token, read_work, write_work
@@ -236,7 +238,7 @@ def test_the_threshold_is_timed_before_and_after():
 
 
 def test_tasks_and_results_survive_being_stored(tmp_path):
-    with_list = task(write_list=LISTED, batch_sizes=(8, 16))
+    with_list = task(write_list=LISTED, batch_size=8)
     assert Task.from_json(json.loads(json.dumps(with_list.to_json()))) == with_list
     assert with_list.digest != task().digest
     assert task(model="elsewhere").digest == task().digest
@@ -304,6 +306,29 @@ def test_busy_time_is_read_in_seconds():
     assert memory._busy_seconds() - before > 0.35
 
 
+def test_a_sample_of_the_list_is_spread_over_it():
+    """Six prompts, of which the 1st, 3rd and 5th are a third each apart."""
+    listed = WriteList((3, 4, 7, 9, 10, 12), (3, 4), (30, 10, 20, 50, 40, 60))
+    assert listed.spread(3) == WriteList((3, 7, 10), None, (30, 20, 40))
+    assert listed.spread(6) is listed.spread(None) is listed
+
+
+def test_a_process_tells_how_far_it_is(tmp_path):
+    """A line is said when twenty seconds have passed since the last look that was due, and the file says something."""
+    seconds, said, path = iter([0, 19, 20, 39, 40, 60]), [], tmp_path / "p.json"
+    lines = ProgressLines(path, "hf-two-phase", said.append, lambda: next(seconds))
+    lines.look()  # too early
+    lines.look()  # nothing there yet
+    ProgressFile(path, Clock()).phase("deciding", 1200)(1000)
+    lines.look()  # too early again
+    assert said == []
+    lines.look()
+    assert said == ["hf-two-phase: deciding, 1,000 of 1,200"]
+    path.write_text("[")
+    lines.look()
+    assert len(said) == 1
+
+
 # From end to end
 
 
@@ -318,6 +343,8 @@ def measured(pristine, tmp_path_factory):
         "hf-two-phase,hf-one-shot",
         "--sweep",
         "4,16",
+        "--sweep-prompts",
+        5,
         "--stock",
         "--skip-threshold",
         0.4,
@@ -344,8 +371,11 @@ def test_two_arms_are_measured_in_their_processes(measured):
     assert two_phase["memory"]["host_peak"] > 100e6
     assert two_phase["threshold_before_writing"]["same_texts"] == 1.0
     assert [size["batch"] for size in report["sweep"]["sizes"]] == [4, 16]
+    assert report["prompts"]["to_write"] > report["sweep"]["texts"] == 5
+    swept = json.loads((folder / "parts" / "sweep-4.json").read_text())["result"]
+    assert swept["tokens"] == report["sweep"]["sizes"][0]["tokens"] < report["prompts"]["text_tokens"]
     tokens = {size["tokens"] for size in [*report["sweep"]["sizes"], *report["stock"]["sizes"]]}
-    assert tokens == {report["prompts"]["text_tokens"]}  # model.generate writes as much
+    assert len(tokens) == 1  # model.generate writes as much
     markdown = (folder / "engines.md").read_text()
     assert done.stdout.strip() == markdown.strip()
     for heading in ("## Same work", "## Times", "## Ratios", "## Threshold before writing", "## Generation batch"):
@@ -361,6 +391,14 @@ def test_what_was_measured_is_not_measured_again(measured, monkeypatch):
     done = CliRunner().invoke(main, [*map(str, arguments), "--resume", "--no-pictures"])
     assert done.exit_code == 0, done.output
     assert (folder / "engines.json").read_text() == before
+
+
+def test_what_was_measured_elsewhere_is_measured_again(measured):
+    _, folder, _ = measured
+    stored = json.loads((folder / "parts" / "sweep-4.json").read_text())
+    path, same_task = folder / "parts" / "sweep-4.json", SimpleNamespace(digest=stored["task"])
+    assert Runner(path.parent, stored["machine"])._stored(path, same_task) == stored["result"]
+    assert Runner(path.parent, {**stored["machine"], "cores": 0})._stored(path, same_task) is None
 
 
 def test_different_work_gives_no_ratio_and_exit_1(measured, monkeypatch):
@@ -382,7 +420,7 @@ def test_different_work_gives_no_ratio_and_exit_1(measured, monkeypatch):
 
 def test_a_process_that_fails_is_one_line(tmp_path):
     with pytest.raises(GenerationError, match=r"hf-two-phase failed with exit code 1: .*; see .*hf-two-phase\.log"):
-        Runner(tmp_path).measure(task(prompts_file=str(tmp_path / "nowhere.jsonl")))
+        Runner(tmp_path, {"cpu": "any"}).measure(task(prompts_file=str(tmp_path / "nowhere.jsonl")))
 
 
 @pytest.mark.parametrize("sizes", ["0", "a", "32,,64", "-1"])

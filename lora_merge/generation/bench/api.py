@@ -6,18 +6,17 @@ import dataclasses
 import hashlib
 import itertools
 import os
-import platform
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
-import lora_merge
 from lora_merge.engines.labels import DecisionLabels, resolve_labels
 from lora_merge.engines.opening import vllm_is_installed
 from lora_merge.engines.prompts import DEFAULT_PREFILL, Prompt, iter_prompt_rows, tokenize_rows
 from lora_merge.generation.api import check_gate
 from lora_merge.generation.bench.arms import ARMS, Arm, ArmResult, Task, WriteList
+from lora_merge.generation.bench.machine import machine
 from lora_merge.generation.bench.measure import make_write_list
 from lora_merge.generation.bench.proof import Limits, SameWork, proofs
 from lora_merge.generation.bench.runner import Runner
@@ -45,6 +44,7 @@ class BenchOptions:
         skip_threshold: also measure what it brings to apply this threshold before writing.
         quantiles: groups by text length to time apart; 0 for none.
         sweep: generation batch sizes of the Transformers engine to try.
+        sweep_prompts: try them on so many of the prompts to write, evenly spread; None for all.
         stock: also time ``model.generate`` of Transformers at the sizes of the sweep.
         repeats: how often each arm is measured; the median counts.
         engine: dtype, device and vLLM's own options.
@@ -64,6 +64,7 @@ class BenchOptions:
     skip_threshold: float | None = None
     quantiles: int = 4
     sweep: tuple[int, ...] = ()
+    sweep_prompts: int | None = None
     stock: bool = False
     repeats: int = 1
     engine: EngineOptions = field(default_factory=EngineOptions)
@@ -84,6 +85,7 @@ class BenchResult:
         listed: the prompts to write.
         proof: name -> how an arm's work compares with the reference's.
         sweep, stock: batch sizes, their times and memory.
+        swept: how many texts were written at each of these sizes.
         machine: where it ran.
     """
 
@@ -96,6 +98,7 @@ class BenchResult:
     proof: Mapping[str, SameWork]
     sweep: Sequence[Mapping[str, Any]]
     stock: Sequence[Mapping[str, Any]]
+    swept: int
     machine: Mapping[str, Any]
 
 
@@ -118,7 +121,8 @@ def bench_engines(
     """
     arms = chosen_arms(options.arms, say)
     target = Path(folder) / "parts"
-    runner = Runner(target, resume=options.resume, verbose=verbose)
+    place = machine()
+    runner = Runner(target, place, resume=options.resume, verbose=verbose, say=say)
     tokenizer = _tokenizer(model)
     work = distinct_prompts(Path(prompts), tokenizer, options, _room(model, options))
     labels = resolve_labels(tokenizer, work, prefill=options.prefill, skip=options.skip_label, write=options.write_label)
@@ -126,7 +130,6 @@ def bench_engines(
     results: dict[str, list[ArmResult]] = {}
     listed: WriteList | None = None
     for arm, repeat in itertools.product(arms, range(options.repeats)):
-        say(f"measuring {arm.title}" + (f", repetition {repeat + 1}" if options.repeats > 1 else ""))
         task = _arm_task(base, arm, options, listed, repeat)
         result = runner.arm(task)
         if listed is None:
@@ -136,6 +139,7 @@ def bench_engines(
         raise GenerationError(f"none of the {len(work)} prompts is decided as {options.write_label!r}; there is nothing to write")
     medians = {name: sorted(found, key=lambda result: result.work_seconds)[len(found) // 2] for name, found in results.items()}
     reference = arms[0].name
+    swept = listed.spread(options.sweep_prompts)
     return BenchResult(
         options=options,
         prompts={"number": len(work), "tokens": sum(len(prompt.token_ids) for prompt in work)},
@@ -144,9 +148,10 @@ def bench_engines(
         reference=reference,
         listed=listed,
         proof=proofs(reference, medians, listed, options.limits),
-        sweep=list(_sizes(runner, base, options, listed, "sweep", say)),
-        stock=list(_sizes(runner, base, options, listed, "stock", say)) if options.stock else [],
-        machine=machine(),
+        sweep=_sizes(runner, base, options, swept, "sweep"),
+        stock=_sizes(runner, base, options, swept, "stock") if options.stock else [],
+        swept=len(swept.indices),
+        machine=place,
     )
 
 
@@ -181,31 +186,6 @@ def distinct_prompts(
         if len(found) == options.num_prompts:
             return list(found.values())
     raise GenerationError(f"{path} holds {len(found)} distinct prompts; --num-prompts asks for {options.num_prompts}")
-
-
-def machine() -> dict[str, Any]:
-    """What this machine is, as far as the standard library and torch know."""
-    import torch
-
-    gpus = [torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())]
-    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    return {
-        "cpu": _cpu_name(),
-        "cores": len(os.sched_getaffinity(0)),
-        "memory_bytes": memory,
-        "gpus": gpus,
-        "python": platform.python_version(),
-        "system": f"{platform.system()} {platform.machine()}",
-        "tool": f"lora-merge {lora_merge.__version__}",
-    }
-
-
-def _cpu_name() -> str:
-    try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-    except OSError:
-        return platform.processor()
-    return next((line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")), platform.processor())
 
 
 def _tokenizer(model: str | os.PathLike[str]) -> PreTrainedTokenizerBase:
@@ -251,9 +231,8 @@ def _arm_task(base: Task, arm: Arm, options: BenchOptions, listed: WriteList | N
 
 
 def _sizes(
-    runner: Runner, base: Task, options: BenchOptions, listed: WriteList, part: Any, say: Say
-) -> Iterator[Mapping[str, Any]]:
-    if options.sweep:
-        say(f"measuring the generation batches {', '.join(map(str, options.sweep))} ({part})")
-        task = dataclasses.replace(base, part=part, write_list=listed, batch_sizes=options.sweep)
-        yield from runner.measure(task)["sizes"]
+    runner: Runner, base: Task, options: BenchOptions, swept: WriteList, part: Literal["sweep", "stock"]
+) -> list[dict[str, Any]]:
+    """Each size in a process of its own: its peak memory is no other size's, and what was measured outlives a kill."""
+    tasks = [dataclasses.replace(base, part=part, write_list=swept, batch_size=size) for size in options.sweep]
+    return [runner.measure(task) for task in tasks]

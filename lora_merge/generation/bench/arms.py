@@ -60,13 +60,21 @@ class WriteList:
         bounds = [round(part * len(order) / count) for part in range(count + 1)]
         return [order[start:end] for start, end in itertools.pairwise(bounds)]
 
+    def spread(self, count: int | None) -> WriteList:
+        """``count`` of the list, evenly spread over it; all of it where it has no more."""
+        size = len(self.indices)
+        if count is None or count >= size:
+            return self
+        chosen = [part * size // count for part in range(count)]
+        return WriteList(tuple(self.indices[place] for place in chosen), None, tuple(self.lengths[place] for place in chosen))
+
 
 @dataclass(frozen=True)
 class Task:
     """What one process measures. Two equal tasks have equal digests, so that a finished one need not be repeated.
 
     Attributes:
-        part: ``arm``, ``sweep`` (our Transformers engine at several batch sizes) or ``stock`` (``model.generate`` at the same).
+        part: ``arm``, ``sweep`` (our Transformers engine at one generation batch) or ``stock`` (``model.generate`` at one).
         engine, mode: the arm; ``hf`` for the other parts.
         model: the checkpoint's folder.
         model_root: the root digest of its files.
@@ -80,7 +88,7 @@ class Task:
         write_list: None for the arm that fixes it.
         threshold: skip probability up to which a text is kept; None for no such comparison.
         quantiles: groups by text length to time apart; 0 for none.
-        batch_sizes: of a sweep.
+        batch_size: of a sweep; 0 for an arm.
         repeat: number of the repetition.
     """
 
@@ -100,13 +108,13 @@ class Task:
     write_list: WriteList | None = None
     threshold: float | None = None
     quantiles: int = 0
-    batch_sizes: tuple[int, ...] = ()
+    batch_size: int = 0
     repeat: int = 0
 
     @property
     def name(self) -> str:
         """File name of the results."""
-        what = f"{self.engine}-{self.mode}" if self.part == "arm" else self.part
+        what = f"{self.engine}-{self.mode}" if self.part == "arm" else f"{self.part}-{self.batch_size}"
         return what if self.repeat == 0 else f"{what}-{self.repeat + 1}"
 
     @property
@@ -127,7 +135,6 @@ class Task:
             listed = values["write_list"]
             kept = None if listed["kept"] is None else tuple(listed["kept"])
             values["write_list"] = WriteList(tuple(listed["indices"]), kept, tuple(listed["lengths"]))
-        values["batch_sizes"] = tuple(values["batch_sizes"])
         return cls(**values)
 
 
@@ -143,7 +150,8 @@ class ArmResult:
         prompt_tokens: of all prompts.
         written_tokens: everything generated, decision tokens included.
         computed: tokens through the model by purpose, waste included; None where the engine does not tell.
-        memory: ``host_peak`` and where there is a GPU ``device_peak``, in bytes.
+        memory: ``host_peak`` and where there is a GPU ``device_peak``, in bytes; from Transformers on a GPU also
+            ``allocated_peak``, what torch had handed out at most.
         kv: ``bytes_per_token``, ``tokens`` that fit, and ``prompts`` at once: of the longest, with their texts. For vLLM what its
             cache holds, for Transformers what the memory does that is free beside the loaded model. None where nobody tells.
         quantile_seconds: time to write each group of the list by text length.

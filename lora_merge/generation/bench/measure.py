@@ -7,10 +7,12 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
+from lora_merge.console import Progress
 from lora_merge.engines.labels import DecisionLabels
 from lora_merge.engines.prompts import Prompt
 from lora_merge.engines.protocol import Completion, Engine, GenerationLimits
 from lora_merge.generation.bench.arms import Task, WriteList
+from lora_merge.generation.bench.progress import Teller, tell_nobody
 
 WARM_UP_PROMPTS = 32
 Clock = Callable[[], float]
@@ -36,14 +38,22 @@ class Work:
 
 
 class Bench:
-    """One engine, the prompts and the task."""
+    """One engine, the prompts and the task; ``tell`` hears how far the work is."""
 
-    def __init__(self, engine: Engine, task: Task, prompts: Sequence[Prompt], clock: Clock = time.perf_counter) -> None:
+    def __init__(
+        self,
+        engine: Engine,
+        task: Task,
+        prompts: Sequence[Prompt],
+        clock: Clock = time.perf_counter,
+        tell: Teller = tell_nobody,
+    ) -> None:
         self._engine = engine
         self._task = task
         self._prompts = prompts
         self._labels = DecisionLabels.from_json(task.labels)
         self._clock = clock
+        self._tell = tell
 
     def warm_up(self) -> float:
         """Run both kinds of call once on prompts of the same lengths that share nothing with the real ones; returns seconds."""
@@ -65,7 +75,7 @@ class Bench:
         """Write the texts of ``indices`` again, after everything has been decided; returns seconds and token ids."""
         if not indices:
             return 0.0, {}
-        seconds, completions = self._timed(self._write, [self._continued(index) for index in indices])
+        seconds, completions = self._write([self._continued(index) for index in indices], "writing again")
         return seconds, {index: text.token_ids for index, text in zip(indices, completions, strict=True)}
 
     def threshold_before_and_after(self, listed: WriteList) -> dict[str, float] | None:
@@ -86,7 +96,8 @@ class Bench:
         listed = None if self._task.write_list is None else set(self._task.write_list.indices)
         for start in range(0, len(self._prompts), self._task.chunk_size):
             chunk = self._prompts[start : start + self._task.chunk_size]
-            seconds, scores = self._timed(self._engine.score, chunk, self._labels)
+            progress = self._tell("deciding", len(chunk))
+            seconds, scores = self._timed(self._engine.score, chunk, self._labels, progress=progress)
             work.seconds["decide"] += seconds
             work.decisions += [score.decision for score in scores]
             probabilities += [score.skip_probability for score in scores]
@@ -98,7 +109,7 @@ class Bench:
             continued = [self._continued(index) for index in wanted]
             if not continued:
                 continue
-            seconds, completions = self._timed(self._write, continued)
+            seconds, completions = self._write(continued, "writing")
             work.seconds["write"] += seconds
             work.count(self._engine)
             work.texts.update((index, text.token_ids) for index, text in zip(wanted, completions, strict=True))
@@ -108,7 +119,8 @@ class Bench:
     def _one_shot(self) -> Work:
         limits = GenerationLimits(1 + self._task.max_tokens)
         work = Work()
-        seconds, answers = self._timed(self._engine.generate, self._prompts, limits)
+        progress = self._tell("answering", len(self._prompts))
+        seconds, answers = self._timed(self._engine.generate, self._prompts, limits, progress=progress)
         work.seconds["one_shot"] = seconds
         work.count(self._engine)
         work.decisions = [self._labels.decision_of(answer.token_ids[0]) for answer in answers]
@@ -121,16 +133,17 @@ class Bench:
         work.written_tokens = sum(len(answer.token_ids) for answer in answers)
         return work
 
-    def _write(self, continued: Sequence[Prompt]) -> list[Completion]:
-        return self._engine.generate(continued, GenerationLimits(self._task.max_tokens))
+    def _write(self, continued: Sequence[Prompt], phase: str) -> tuple[float, list[Completion]]:
+        limits, progress = GenerationLimits(self._task.max_tokens), self._tell(phase, len(continued))
+        return self._timed(self._engine.generate, continued, limits, progress=progress)
 
     def _continued(self, index: int) -> Prompt:
         prompt = self._prompts[index]
         return Prompt(prompt.id, (*prompt.token_ids, self._labels.write.token_id))
 
-    def _timed(self, call: Callable[..., Any], *arguments: Any) -> tuple[float, Any]:
+    def _timed(self, call: Callable[..., Any], *arguments: Any, progress: Progress) -> tuple[float, Any]:
         started = self._clock()
-        result = call(*arguments)
+        result = call(*arguments, progress=progress)
         return self._clock() - started, result
 
 

@@ -39,8 +39,8 @@ def to_json(result: BenchResult) -> dict[str, Any]:
         "ratios": [entry for entry in _ratios(result) if "refused" not in entry],
         "refused_ratios": [entry for entry in _ratios(result) if "refused" in entry],
         "by_length": _by_length(result),
-        "sweep": {"sizes": list(result.sweep), "knee": figures.knee(result.sweep)},
-        "stock": {"sizes": list(result.stock), "knee": figures.knee(result.stock)},
+        "sweep": {"texts": result.swept, "sizes": list(result.sweep), "knee": figures.knee(result.sweep)},
+        "stock": {"texts": result.swept, "sizes": list(result.stock), "knee": figures.knee(result.stock)},
     }
 
 
@@ -220,7 +220,9 @@ def _sweep_table(result: BenchResult) -> Iterator[str]:
     if not result.sweep:
         return
     knee, stock = figures.knee(result.sweep), {entry["batch"]: entry for entry in result.stock}
-    yield "## Generation batch of Transformers\n\nThe knee is the smallest batch within 5 % of the best time."
+    total = len(result.listed.indices)
+    which = f"all {total:,} texts" if result.swept == total else f"{result.swept:,} of the {total:,} texts, evenly spread"
+    yield f"## Generation batch of Transformers\n\nWriting {which}. The knee is the smallest batch within 5 % of the best time."
     heads = ["batch", "seconds", "tokens/s", "peak memory", "padding and waiting"]
     rows = []
     for entry in result.sweep:

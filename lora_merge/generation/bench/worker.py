@@ -1,4 +1,4 @@
-"""The process of one task: ``python -m lora_merge.generation.bench.worker TASK.json RESULT.json STARTED``.
+"""The process of one task: ``python -m lora_merge.generation.bench.worker TASK.json RESULT.json PROGRESS.json STARTED``.
 
 Each arm has a process of its own, so that memory, caches and whatever an engine leaves behind stay apart. ``STARTED`` is the
 time when the process was asked for (seconds since the epoch): importing the libraries belongs to the time it takes to start.
@@ -10,21 +10,22 @@ import json
 import os
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from lora_merge.engines.prompts import Prompt
 from lora_merge.generation.bench.arms import ArmResult, Task
+from lora_merge.generation.bench.progress import ProgressFile, Teller
 
 
 def main() -> None:
     """Measure the task and write its result."""
-    task_file, result_file, asked = sys.argv[1:]
+    task_file, result_file, progress_file, asked = sys.argv[1:]
     task = Task.from_json(json.loads(Path(task_file).read_text(encoding="utf-8")))
     prompts = read_work(Path(task.prompts_file))
     measure = {"arm": _measure_arm, "sweep": _measure_sweep, "stock": _measure_stock}[task.part]
-    result = measure(task, prompts, float(asked))
+    result = measure(task, prompts, float(asked), ProgressFile(Path(progress_file)).phase)
     Path(result_file).write_text(json.dumps(result), encoding="utf-8")
 
 
@@ -39,7 +40,7 @@ def read_work(path: Path) -> list[Prompt]:
     return [Prompt(str(index), tuple(json.loads(line))) for index, line in enumerate(lines)]
 
 
-def _measure_arm(task: Task, prompts: Sequence[Prompt], asked: float) -> dict[str, Any]:
+def _measure_arm(task: Task, prompts: Sequence[Prompt], asked: float, tell: Teller) -> dict[str, Any]:
     from lora_merge.engines.opening import open_engine
     from lora_merge.generation.bench.measure import Bench, make_write_list
 
@@ -50,7 +51,7 @@ def _measure_arm(task: Task, prompts: Sequence[Prompt], asked: float) -> dict[st
     engine = open_engine(task.engine, task.model, dtype=task.dtype, device=task.device, hf_options=options, vllm_options=options)
     seconds = {"import": imported, "load": time.perf_counter() - started}
     try:
-        bench = Bench(engine, task, prompts)
+        bench = Bench(engine, task, prompts, tell=tell)
         seconds["warm_up"] = bench.warm_up()
         work = bench.work()
         listed = task.write_list or make_write_list(work.decisions, work.skip_probabilities, work.texts, task.threshold)
@@ -64,7 +65,7 @@ def _measure_arm(task: Task, prompts: Sequence[Prompt], asked: float) -> dict[st
             prompt_tokens=sum(len(prompt.token_ids) for prompt in prompts),
             written_tokens=work.written_tokens,
             computed=work.computed,
-            memory={},
+            memory=_allocated_peak(task),
             kv=_kv_capacity(engine, prompts, task),
             quantile_seconds=[bench.write_again(group)[0] for group in groups],
             kept_seconds=bench.threshold_before_and_after(listed) if two_phase else None,
@@ -80,6 +81,15 @@ def _import_libraries(engine: str) -> None:
 
     if engine == "vllm":
         import vllm  # noqa: F401
+
+
+def _allocated_peak(task: Task) -> dict[str, int | None]:
+    """What torch handed out at most on the GPU, where the engine runs in this process."""
+    import torch
+
+    if task.engine == "vllm" or not torch.cuda.is_available():
+        return {}
+    return {"allocated_peak": torch.cuda.max_memory_allocated()}
 
 
 def _kv_capacity(engine: Any, prompts: Sequence[Prompt], task: Task) -> dict[str, float | None] | None:
@@ -131,25 +141,26 @@ def _continued(task: Task, prompts: Sequence[Prompt]) -> list[Prompt]:
     return [Prompt(prompts[index].id, (*prompts[index].token_ids, token)) for index in indices]
 
 
-def _measure_sweep(task: Task, prompts: Sequence[Prompt], asked: float) -> dict[str, Any]:
-    """Our engine writing the list at each batch size."""
+def _measure_sweep(task: Task, prompts: Sequence[Prompt], asked: float, tell: Teller) -> dict[str, Any]:
+    """Our engine writing the list at one batch size."""
     from lora_merge.engines.protocol import GenerationLimits
     from lora_merge.engines.transformers_engine import TransformersEngine
 
-    engine = TransformersEngine.from_checkpoint(task.model, dtype=task.dtype, device=task.device)
+    engine = TransformersEngine.from_checkpoint(
+        task.model, dtype=task.dtype, device=task.device, write_batch_size=task.batch_size
+    )
     continued, limits = _continued(task, prompts), GenerationLimits(task.max_tokens)
     engine.generate(continued[:8], GenerationLimits(8))
 
-    def write(batch: int) -> dict[str, Any]:
-        engine.write_batch_size = batch
-        texts = engine.generate(continued, limits)
+    def write() -> dict[str, Any]:
+        texts = engine.generate(continued, limits, progress=tell("writing", len(continued)))
         return {"tokens": sum(len(text.token_ids) for text in texts), "wasted_share": engine.token_counts.wasted_share}
 
-    return {"sizes": [_watched(batch, write) for batch in task.batch_sizes], "engine": engine.describe()}
+    return {**_watched(task.batch_size, write), "engine": engine.describe()}
 
 
-def _measure_stock(task: Task, prompts: Sequence[Prompt], asked: float) -> dict[str, Any]:
-    """``model.generate`` of Transformers writing the list at each batch size, sorted by length and padded on the left."""
+def _measure_stock(task: Task, prompts: Sequence[Prompt], asked: float, tell: Teller) -> dict[str, Any]:
+    """``model.generate`` of Transformers writing the list at one batch size, sorted by length and padded on the left."""
     import torch
 
     from lora_merge.engines.loading import load_causal_model, resolve_device
@@ -178,17 +189,20 @@ def _measure_stock(task: Task, prompts: Sequence[Prompt], asked: float) -> dict[
         stops = [[position for position, token in enumerate(row) if token in ends] for row in written]
         return sum(found[0] + 1 if found else len(row) for found, row in zip(stops, written, strict=True))
 
-    def write(batch: int) -> dict[str, Any]:
-        with torch.no_grad():
-            parts = [continued[start : start + batch] for start in range(0, len(continued), batch)]
-            return {"tokens": sum(generate(part, task.max_tokens) for part in parts), "wasted_share": None}
+    def write() -> dict[str, Any]:
+        tokens, progress = 0, tell("writing", len(continued))
+        for start in range(0, len(continued), task.batch_size):
+            part = continued[start : start + task.batch_size]
+            tokens += generate(part, task.max_tokens)
+            progress(len(part))
+        return {"tokens": tokens, "wasted_share": None}
 
     with torch.no_grad():
         generate(continued[:8], 8)
-    return {"sizes": [_watched(batch, write) for batch in task.batch_sizes]}
+        return _watched(task.batch_size, write)
 
 
-def _watched(batch: int, write: Any) -> dict[str, Any]:
+def _watched(batch: int, write: Callable[[], dict[str, Any]]) -> dict[str, Any]:
     """One batch size: seconds, peak memory, and what ``write`` says; ``failed`` instead where it did not fit."""
     import torch
 
@@ -203,7 +217,7 @@ def _watched(batch: int, write: Any) -> dict[str, Any]:
         reset_host_peak()
     started = time.perf_counter()
     try:
-        told: Mapping[str, Any] = write(batch)
+        told: Mapping[str, Any] = write()
     except (EngineError, torch.OutOfMemoryError) as error:
         return {"batch": batch, "failed": str(error).splitlines()[0]}
     seconds = time.perf_counter() - started
