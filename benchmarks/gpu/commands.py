@@ -11,7 +11,6 @@ from __future__ import annotations
 import argparse
 import json
 import shlex
-import shutil
 import subprocess
 import sys
 import time
@@ -23,7 +22,6 @@ from store import Results
 ROOT = Path(__file__).resolve().parents[2]
 GROCERY = ROOT / "examples" / "grocery"
 PROMPTS = 10_000
-SWEEP = "32,64,128,256"
 
 
 def main() -> None:
@@ -34,6 +32,7 @@ def main() -> None:
     parser.add_argument("--json", type=Path, required=True)
     parser.add_argument("--num-prompts", type=int, default=PROMPTS)
     parser.add_argument("--more", default="", help="more options of bench-engines or of benchmarks/merge.py, as one string")
+    parser.add_argument("--stock", action="store_true", help="engines: time model.generate as well, once the rest is stored")
     parser.add_argument("--shape", default="4b")
     parser.add_argument("--rounds", type=int, default=3)
     options = parser.parse_args()
@@ -42,6 +41,8 @@ def main() -> None:
     if options.part == "engines":
         results = Results(options.json, {"prompts": options.num_prompts, "more": options.more})
         results.measure("engines", lambda: engines(options.base, options.work, options.num_prompts, more))
+        if "engines" in results.measured and options.stock:
+            results.measure("with stock", lambda: engines(options.base, options.work, options.num_prompts, [*more, "--stock"]))
     else:
         results = Results(options.json, {"shape": options.shape, "more": options.more})
         for number in range(1, options.rounds + 1):
@@ -53,9 +54,10 @@ def main() -> None:
 def engines(base: Path, work: Path, count: int, more: list[str]) -> dict[str, Any]:
     """Merge, write unseen prompts, compare the engines; the report as bench-engines leaves it, and the command."""
     merged, prompts, out = work / "merged", work / "unseen.jsonl", work / "engines"
-    run([sys.executable, GROCERY / "pairs.py", "unseen", "--count", str(count), "--out", prompts])
-    command = [sys.executable, "-m", "lora_merge.merging", "--base", base, "--adapter", GROCERY / "adapter", "--from-4bit"]
-    run([*command, "--out", merged, "--overwrite", "--quiet"])
+    if not (merged / "merge_manifest.json").is_file():  # the last file that a merge writes
+        run([sys.executable, GROCERY / "pairs.py", "unseen", "--count", str(count), "--out", prompts])
+        command = [sys.executable, "-m", "lora_merge.merging", "--base", base, "--adapter", GROCERY / "adapter", "--from-4bit"]
+        run([*command, "--out", merged, "--overwrite", "--quiet"])
     command = [sys.executable, "-m", "lora_merge.generation.bench_cli", "--model", merged, "--prompts", prompts]
     command += ["--num-prompts", str(count), "--out", out, "--resume", "--no-pictures", *more]
     code = run(command, allowed=(0, 1))
@@ -72,9 +74,8 @@ def merges(work: Path, shape: str, more: list[str]) -> dict[str, Any]:
     run(command)
     found = json.loads(file.read_text(encoding="utf-8"))
     file.unlink()
-    usage = shutil.disk_usage(work)
     shown = shlex.join(["python", "benchmarks/merge.py", *map(str, command[2:])])
-    return {"command": shown, "runs": found, "disk": {"total": usage.total, "free": usage.free}}
+    return {"command": shown, **found}
 
 
 def run(command: list[Any], allowed: tuple[int, ...] = (0,)) -> int:

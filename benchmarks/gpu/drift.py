@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import re
 import subprocess
 import sys
@@ -157,10 +158,10 @@ def run(options: argparse.Namespace) -> None:
 
 
 def last_error(stderr: str) -> str:
-    """The last line that names an error, for the results; the whole of it is in the log."""
+    """The last line that names an error and what follows it, for the results; the whole of it is in the log."""
     lines = [line.strip() for line in stderr.splitlines() if line.strip()]
-    named = [line for line in lines if "Error" in line]
-    return (named or lines or ["it said nothing"])[-1][-1000:]
+    places = [place for place, line in enumerate(lines) if re.match(r"[\w.]*Error\b", line)]
+    return " ".join(lines[places[-1] :] if places else lines[-1:])[:1000] or "it said nothing"
 
 
 def make_merges(base: Path, work: Path) -> None:
@@ -235,6 +236,8 @@ def open_arm(arm: Arm, options: argparse.Namespace) -> Any:
     if arm.engine == "vllm":
         from lora_merge.engines.vllm_engine import VllmEngine
 
+        if arm.dtype == "float32":
+            os.environ["TRITON_F32_DEFAULT"] = "ieee"  # else Triton's attention multiplies float32 in TF32
         # A cache of fixed size: vLLM's own measurement of free memory fails when other processes come and go on the card.
         room = {"gpu_memory_utilization": 0.1, "kv_cache_memory_bytes": 4 << 30} if torch.cuda.is_available() else {}
         return VllmEngine(folder, dtype=arm.dtype, max_model_len=1024, **room)

@@ -250,6 +250,7 @@ def run_vllm(merged: Path) -> dict[str, Any]:
         {"HF_HUB_OFFLINE": "1", "TORCHDYNAMO_DISABLE": "1", "VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_NO_USAGE_STATS": "1"}
     )
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
+    os.environ["TRITON_F32_DEFAULT"] = "ieee"  # else Triton's attention multiplies float32 in TF32
     import torch
     from vllm import LLM, SamplingParams
 

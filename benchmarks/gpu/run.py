@@ -23,7 +23,9 @@ from pathlib import Path
 from store import is_complete
 
 HERE = Path(__file__).resolve().parent
-ENGINES = "--arms hf-two-phase,vllm-two-phase,hf-one-shot,vllm-one-shot --skip-threshold 0.3 --sweep 32,64,128,256"
+ENGINES = "--skip-threshold 0.3 --quantiles 0 --sweep 32,64,128,256 --sweep-prompts 1000"
+MERGES = "--arms copy,naive,naive@cuda,from-4bit,from-4bit@cuda,peft@cuda,dequantize@cuda"
+ROWS = ("--examples", "9600")  # training rows: 150 steps
 
 
 @dataclass(frozen=True)
@@ -40,16 +42,21 @@ class Part:
 PARTS = {
     "equivalence": Part("equivalence.py", ("--data", "{results}/bnb_cuda_shapes.safetensors"), ("--layers", "4")),
     "drift": Part("drift.py", (), ("--num-prompts", "16", "--vllm-lanes", "1", "--match", "hf: from-4bit$|hf: naive$")),
-    "recipe-fp4": Part("recipes.py", ("--recipe", "fp4"), ("--recipe", "fp4", "--num-prompts", "12", "--smoke")),
-    "recipe-dora": Part("recipes.py", ("--recipe", "dora"), ("--recipe", "dora", "--num-prompts", "12", "--smoke")),
+    "recipe-fp4": Part("recipes.py", ("--recipe", "fp4", *ROWS), ("--recipe", "fp4", "--num-prompts", "12", "--smoke")),
+    "recipe-dora": Part("recipes.py", ("--recipe", "dora", *ROWS), ("--recipe", "dora", "--num-prompts", "12", "--smoke")),
     "models": Part("models.py", (), ("--architectures", "gemma3"), base=False),
     "engines": Part(
         "commands.py",
-        ("engines", "--more", ENGINES),
-        ("engines", "--num-prompts", "24", "--more", "--max-tokens 8 --arms hf-two-phase"),
+        ("engines", "--stock", f"--more={ENGINES}"),
+        ("engines", "--num-prompts", "24", "--more=--max-tokens 8 --arms hf-two-phase --sweep 8"),
         alone=True,
     ),
-    "merge": Part("commands.py", ("merge",), ("merge", "--shape", "270m", "--rounds", "1"), alone=True),
+    "merge": Part(
+        "commands.py",
+        ("merge", f"--more={MERGES}"),
+        ("merge", "--shape", "270m", "--rounds", "1", "--more=--arms copy,naive,from-4bit"),
+        alone=True,
+    ),
 }
 
 

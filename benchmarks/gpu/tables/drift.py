@@ -7,7 +7,7 @@ from typing import Any
 
 from tables.common import NOT_MEASURED, failures, picture, table
 
-ENGINES = {"hf": "Transformers", "vllm": "vLLM", "recorded": "recorded"}
+ENGINES = {"hf": "Transformers", "vllm": "vLLM", "recorded": "–"}
 WORDS = {
     "from-4bit": "`--from-4bit`, bf16",
     "naive": "merge into the original weights, bf16",

@@ -12,7 +12,7 @@ def pieces(parts: dict[str, Any], out: Path) -> dict[str, str]:
     part = parts.get("engines")
     if part is None or "engines" not in part["measured"]:
         return {"engines": NOT_MEASURED + "\n\n" + failures(part)}
-    found = part["measured"]["engines"]
+    found = part["measured"].get("with stock") or part["measured"]["engines"]
     return {"engines": "\n\n".join(text for text in sections(found["command"], found["report"], out) if text)}
 
 

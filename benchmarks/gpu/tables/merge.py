@@ -30,7 +30,9 @@ def pieces(parts: dict[str, Any], out: Path) -> dict[str, str]:
         device = max((run.get("device_bytes") or 0 for run in found), default=0)
         host = max(run["peak_bytes"] for run in found)
         sizes = [f"{host / 2**30:.2f} GiB", f"{device / 2**30:.2f} GiB" if device else "–"]
-        rows.append([str(ARMS.get(arm, arm)), f"{median:.1f}", f"{min(seconds):.1f} to {max(seconds):.1f}", ratio, *sizes])
+        name, _, device_name = arm.partition("@")
+        title = ARMS.get(name, name) + (f" on {device_name.upper()}" if device_name else "")
+        rows.append([title, f"{median:.1f}", f"{min(seconds):.1f} to {max(seconds):.1f}", ratio, *sizes])
     draw(bars, copy, out / "gpu-merge.png")
     heads = ["what", "median, s", "range", "times the copy", "host memory (VmHWM)", "device memory"]
     shape = part["settings"]["shape"]
