@@ -72,10 +72,12 @@ ARMS = (
 )
 # (engine, name) of what is compared with what; "recorded" is the reference of the training run.
 RECORDED = ("recorded", "reference")
+DEQUANTIZED = "dequantized reference"
 SMALL = f", {SMALL_BATCH} at a time"
 COMPARISONS = (
     (("hf", "reference"), RECORDED),
     (("hf", f"reference{SMALL}"), ("hf", "reference")),
+    (("hf", DEQUANTIZED), RECORDED),
     (RECORDED, ("hf", "truth")),
     (("hf", "bare base"), RECORDED),
     *(
@@ -204,6 +206,12 @@ def score_arm(arm: Arm, options: argparse.Namespace) -> None:
     start = time.perf_counter()
     engine: Any = open_arm(arm, options)
     loaded = time.perf_counter() - start
+    if arm.folder is None and arm.adapter:  # before the first forward, after which a CPU's weights are repacked
+        from verification.dequantized import score_dequantized
+
+        dequantized = score_dequantized(engine._live().module, prompts, labels, engine.batch_size)
+        if dequantized is not None:
+            store(options.work, arm.engine, DEQUANTIZED, dequantized)
     start = time.perf_counter()
     store(options.work, arm.engine, arm.name, engine.score(prompts, labels))
     seconds = {"load": loaded, "score": time.perf_counter() - start}

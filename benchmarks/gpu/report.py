@@ -8,8 +8,9 @@ The text is that of page.md beside this script; what stands there in braces is f
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
-import shutil
+import shlex
 import sys
 from pathlib import Path
 from typing import Any
@@ -32,8 +33,9 @@ def main() -> None:
     for name in PARTS:
         file = options.results / f"{name}.json"
         if file.is_file():
-            parts[name] = json.loads(file.read_text(encoding="utf-8"))
-            shutil.copyfile(file, options.out / f"gpu-{name}.json")
+            text = without_paths(file.read_text(encoding="utf-8"))
+            parts[name] = json.loads(text)
+            (options.out / f"gpu-{name}.json").write_text(text, encoding="utf-8")
     pieces = {"environment": environment.line(parts)}
     for module in (drift, equivalence, recipes, models, engines, merge):
         pieces |= module.pieces(parts, options.out)
@@ -44,6 +46,20 @@ def main() -> None:
     while "\n\n\n" in lines:
         lines = lines.replace("\n\n\n", "\n\n")
     (options.out / "gpu.md").write_text(lines.strip() + "\n", encoding="utf-8")
+
+
+def without_paths(text: str) -> str:
+    """The JSON with the names that this page uses in the place of the folders of the machine it was measured on."""
+    words = shlex.split(json.loads(text)["environment"]["command"])
+    given = dict(itertools.pairwise(words))
+    names = {given.get("--base"): "models/gemma-3-270m"}
+    for option, name in (("--work", "gpu-work"), ("--json", "gpu-results")):
+        if option in given:
+            names[str(Path(given[option]).parent)] = name
+    for path, name in sorted(names.items(), key=lambda item: -len(item[0] or "")):
+        if path and path != ".":
+            text = text.replace(path, name)
+    return text
 
 
 if __name__ == "__main__":

@@ -18,6 +18,7 @@ WORDS = {
     "truth": "truth",
     "bare base": "the base without the adapter",
     "reference": "the reference",
+    "dequantized reference": "the base dequantized, the adapter unmerged, bf16",
 }
 BOLD = ("from-4bit", "naive")
 CURVES = {
