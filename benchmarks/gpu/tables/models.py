@@ -20,6 +20,11 @@ def pieces(parts: dict[str, Any], out: Path) -> dict[str, str]:
                 largest = max(prompt["largest_difference_of_log_probabilities"] for prompt in prompts)
                 moved = min(prompt["adapter_moves_log_probability_by"] for prompt in prompts)
                 same = sum(prompt["same_greedy_tokens"] for prompt in prompts)
+                causal = [prompt.get("largest_difference_with_causal_attention_in_the_picture") for prompt in prompts]
+                other = max((value for value in causal if value is not None), default=largest)
+                shown = f"{largest:.1e}" + (
+                    f" ({other:.1e} with causal attention in the picture)" if other < largest / 10 else ""
+                )
                 ids = "" if all(prompt["same_prompt_ids"] for prompt in prompts) else " (other prompt ids!)"
                 rows.append(
                     [
@@ -27,7 +32,7 @@ def pieces(parts: dict[str, Any], out: Path) -> dict[str, str]:
                         f"`{found['engine_class']}`",
                         ", ".join(found["attention"]),
                         f"{label}, {len(prompts)}{ids}",
-                        f"{largest:.1e}",
+                        shown,
                         f"{same} of {len(prompts)}",
                         f"{moved:.2f}",
                     ]
