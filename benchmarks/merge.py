@@ -4,7 +4,9 @@
 
 Makes a synthetic checkpoint of the given shape (random weights, three shards) and an adapter for all its linear layers, then
 runs every arm once a round, alternating, each in a process of its own, deletes every output before the next arm starts, and
-prints medians, ratios to the copy and peak memory (the kernel's high-water mark of resident memory, VmHWM).
+prints medians, ratios to the copy and peak memory (the kernel's high-water mark of resident memory, VmHWM; on a CUDA device the
+most that ``nvidia-smi`` saw in use beyond what was in use before). An arm runs on the processor, or with ``@cuda`` on the device:
+``--arms copy,from-4bit,from-4bit@cuda,peft@cuda``.
 """
 
 from __future__ import annotations
@@ -16,6 +18,7 @@ import shutil
 import statistics
 import subprocess
 import sys
+import threading
 import time
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -40,11 +43,12 @@ ARMS = {
 
 @dataclass(frozen=True)
 class Run:
-    """One arm once: seconds by the wall clock until the result is on the disk, and peak resident memory in bytes."""
+    """One arm once: seconds by the wall clock until the result is on the disk, peak memory of host and device in bytes."""
 
     arm: str
     seconds: float
     peak_bytes: int
+    device_bytes: int = 0
 
 
 def main() -> None:
@@ -54,8 +58,7 @@ def main() -> None:
     parser.add_argument("--arms", default="copy,naive,from-4bit,peft,dequantize", help="comma-separated, of: " + ", ".join(ARMS))
     parser.add_argument("--work", type=Path, default=Path("bench-merge"), help="folder for base, adapter and outputs")
     parser.add_argument("--jobs", type=int, default=os.cpu_count())
-    parser.add_argument("--device", default="cpu", help="passed to lora-merge where it is not cpu; and to PEFT")
-    parser.add_argument("--json", type=Path, help="also write every run here")
+    parser.add_argument("--json", type=Path, help="also write every run here, after each")
     parser.add_argument("--only", help=argparse.SUPPRESS)  # a child process: run this arm's Python
     options = parser.parse_args()
     base, adapter = options.work / f"base-{options.shape}", options.work / f"adapter-{options.shape}"
@@ -64,54 +67,112 @@ def main() -> None:
         make_adapter(adapter, base)
         return
     if options.only:
-        LIBRARY_ARMS[options.only](base, adapter, options.work / "out", options.device)
+        arm, device = arm_and_device(options.only)
+        LIBRARY_ARMS[arm](base, adapter, options.work / "out", device)
         return
+    arms = options.arms.split(",")
+    for arm in arms:
+        if arm_and_device(arm)[0] not in ARMS:
+            parser.error(f"arm {arm!r}: expected one of {', '.join(ARMS)}, with @cuda or without")
     # In a process of its own: a child starts with its parent's high-water mark, so this one stays small.
     subprocess.run([sys.executable, __file__, "--only", "make", "--shape", options.shape, "--work", options.work], check=True)
-    runs = [run(arm, base, adapter, options) for _ in range(options.rounds) for arm in options.arms.split(",")]
+    runs: list[Run] = []
+    for _ in range(options.rounds):
+        for arm in arms:
+            runs.append(run(arm, base, adapter, options))
+            if options.json:
+                options.json.write_text(json.dumps(summary(runs, base, options), indent=2) + "\n")
     report(runs, base, options)
-    if options.json:
-        options.json.write_text(json.dumps([asdict(one) for one in runs], indent=2) + "\n")
+
+
+def arm_and_device(arm: str) -> tuple[str, str]:
+    """``"naive@cuda"`` -> ``("naive", "cuda")``."""
+    name, _, device = arm.partition("@")
+    return name, device or "cpu"
 
 
 def run(arm: str, base: Path, adapter: Path, options: argparse.Namespace) -> Run:
     out = options.work / "out"
     shutil.rmtree(out, ignore_errors=True)
+    name, device = arm_and_device(arm)
     # No child reads the base cold: it is in the page cache, as after a download, or it is not, alike for every arm.
     os.sync()
-    if arm == "copy":
+    if name == "copy":
         command = ["sh", "-c", f"cp -r '{base}' '{out}' && sync '{out}'/* '{out}'"]
-    elif arm in ("naive", "from-4bit"):
+    elif name in ("naive", "from-4bit"):
         command = [sys.executable, "-m", "lora_merge.merging", "--base", str(base), "--adapter", str(adapter), "--out", str(out)]
-        command += ["--quiet", "--jobs", str(options.jobs)] + (["--from-4bit"] if arm == "from-4bit" else [])
-        command += ["--device", options.device] if options.device != "cpu" else []
+        command += ["--quiet", "--jobs", str(options.jobs), "--device", device]
+        command += ["--from-4bit"] if name == "from-4bit" else []
     else:
         command = [sys.executable, __file__, "--only", arm, "--shape", options.shape, "--work", str(options.work)]
-        command += ["--device", options.device]
-    start = time.perf_counter()
-    child = os.posix_spawnp(command[0], command, os.environ)
-    _, status, usage = os.wait4(child, 0)
-    if arm not in ("copy", "naive", "from-4bit"):
-        os.sync()  # the libraries leave their files in the page cache; the others have synced theirs
-    seconds = time.perf_counter() - start
+    with DeviceMemory(watch=device == "cuda") as device_memory:
+        start = time.perf_counter()
+        child = os.posix_spawnp(command[0], command, os.environ)
+        _, status, usage = os.wait4(child, 0)
+        if name not in ("copy", "naive", "from-4bit"):
+            os.sync()  # the libraries leave their files in the page cache; the others have synced theirs
+        seconds = time.perf_counter() - start
     if os.waitstatus_to_exitcode(status) != 0:
         raise SystemExit(f"{arm} failed")
     shutil.rmtree(out)
-    done = Run(arm, seconds, usage.ru_maxrss * 1024)
-    print(f"  {arm:>10}: {seconds:6.1f} s, {done.peak_bytes / 2**30:5.2f} GiB", file=sys.stderr)
+    done = Run(arm, seconds, usage.ru_maxrss * 1024, device_memory.peak)
+    on_device = f", {done.device_bytes / 2**30:5.2f} GiB on the device" if device == "cuda" else ""
+    print(f"  {arm:>15}: {seconds:6.1f} s, {done.peak_bytes / 2**30:5.2f} GiB{on_device}", file=sys.stderr)
     return done
+
+
+class DeviceMemory:
+    """Watches the memory in use on the first CUDA device, five times a second; ``peak`` is in bytes, beyond what was in use."""
+
+    def __init__(self, watch: bool) -> None:
+        self.peak = 0
+        self._stop = threading.Event()
+        self._thread = threading.Thread(target=self._watch) if watch else None
+
+    def __enter__(self) -> DeviceMemory:
+        if self._thread:
+            self._before = self._used()
+            self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._stop.set()
+        if self._thread:
+            self._thread.join()
+
+    def _watch(self) -> None:
+        while not self._stop.wait(0.2):
+            self.peak = max(self.peak, self._used() - self._before)
+
+    def _used(self) -> int:
+        query = ["nvidia-smi", "--id=0", "--query-gpu=memory.used", "--format=csv,noheader,nounits"]
+        return int(subprocess.run(query, check=True, capture_output=True, text=True).stdout) << 20
+
+
+def summary(runs: list[Run], base: Path, options: argparse.Namespace) -> dict[str, object]:
+    """The setting and every run, for the JSON file."""
+    from lora_merge.merging.manifest import environment
+
+    size = sum(file.stat().st_size for file in base.iterdir())
+    setting = {"shape": options.shape, "bytes": size, "cores": os.cpu_count(), "jobs": options.jobs, "rank": RANK}
+    return {**setting, "environment": environment(), "runs": [asdict(one) for one in runs]}
 
 
 def report(runs: list[Run], base: Path, options: argparse.Namespace) -> None:
     size = sum(file.stat().st_size for file in base.iterdir())
-    print(f"{options.shape}: {size / 1e9:.2f} GB, {options.rounds} rounds, {os.cpu_count()} cores, device {options.device}")
+    print(f"{options.shape}: {size / 1e9:.2f} GB, {options.rounds} rounds, {os.cpu_count()} cores")
     copy = [one.seconds for one in runs if one.arm == "copy"]
     for arm in dict.fromkeys(one.arm for one in runs):
-        seconds = [one.seconds for one in runs if one.arm == arm]
+        mine = [one for one in runs if one.arm == arm]
+        seconds = [one.seconds for one in mine]
         ratio = f"{statistics.median(seconds) / statistics.median(copy):5.2f} x copy" if copy else ""
-        peak = max(one.peak_bytes for one in runs if one.arm == arm) / 2**30
         spread = f"{min(seconds):.1f} to {max(seconds):.1f}"
-        print(f"  {ARMS[arm]:<58} median {statistics.median(seconds):6.1f} s ({spread})  {ratio}  peak {peak:5.2f} GiB")
+        name, device = arm_and_device(arm)
+        title = ARMS[name] + (f" on {device}" if device != "cpu" else "")
+        peak = f"peak {max(one.peak_bytes for one in mine) / 2**30:5.2f} GiB"
+        if device != "cpu":
+            peak += f", on the device {max(one.device_bytes for one in mine) / 2**30:5.2f} GiB"
+        print(f"  {title:<63} median {statistics.median(seconds):6.1f} s ({spread})  {ratio}  {peak}")
 
 
 def make_base(folder: Path, shape: str) -> None:

@@ -12,11 +12,13 @@ from typing import Any
 from lora_merge.console import Progress, no_progress
 from lora_merge.merging.adapter import read_adapter
 from lora_merge.merging.checkpoint import INDEX_FILE, Checkpoint, read_checkpoint
+from lora_merge.merging.cuda import choose_device
 from lora_merge.merging.digests import adapter_digests, file_digest
 from lora_merge.merging.errors import MergeError
 from lora_merge.merging.factors import PACKINGS, PEFT_PACKING
 from lora_merge.merging.folders import resolve_folder
 from lora_merge.merging.manifest import Artifact, MergeManifest, environment
+from lora_merge.merging.operations import bind
 from lora_merge.merging.plan import MergePlan, make_plan
 from lora_merge.merging.recipes import find_recipe
 from lora_merge.merging.side_files import MANIFEST_FILE, SideFile
@@ -41,6 +43,8 @@ class MergeOptions:
         dtype: type of the output's floating tensors; None keeps each tensor's own.
         revision: revision of a base on the hub.
         trust_remote_code: whether Python code in the base may run to build its architecture.
+        device: where the arithmetic runs: ``"cpu"``, ``"cuda"``, or ``"auto"``; see
+            :func:`~lora_merge.merging.cuda.choose_device`.
         jobs: worker threads; None for one a core.
         overwrite: whether an earlier merge at the output may be replaced.
     """
@@ -54,6 +58,7 @@ class MergeOptions:
     dtype: str | None = None
     revision: str | None = None
     trust_remote_code: bool = False
+    device: str = "auto"
     jobs: int | None = None
     overwrite: bool = False
 
@@ -154,9 +159,10 @@ def execute(
     check_free(target, overwrite=options.overwrite, marker=MANIFEST_FILE)
     check_disk(plan, target)
     jobs = options.jobs or os.cpu_count() or 1
+    device = choose_device(options.device, ((tensor.source, tensor.operations) for tensor in plan.tensors))
     with staged_folder(target, overwrite=options.overwrite, marker=MANIFEST_FILE) as folder:
         adapter_files = [adapter_digests(adapter.folder.path) for adapter in plan.adapters]
-        written = write_plan(plan, folder, jobs=jobs, progress=progress)
+        written = write_plan(plan, folder, jobs=jobs, binder=device.bind if device else bind, progress=progress)
         for adapter, files in zip(plan.adapters, adapter_files, strict=True):
             if adapter_digests(adapter.folder.path) != files:
                 raise MergeError(f"{adapter.folder.path}: changed while it was merged; merge again when nothing writes to it")
@@ -169,7 +175,7 @@ def execute(
             plan.recipe,
             options.dtype,
             written.output,
-            environment(),
+            {**environment(), "device": device.name if device else "cpu"},
             tuple(artifacts[1:]),
             plan.weights,
             options.base_is_residual,

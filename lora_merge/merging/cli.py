@@ -67,7 +67,11 @@ BLOCK_SIZES = tuple(str(1 << power) for power in range(5, 13))
 )
 @click.option("--dtype", type=click.Choice(FLOAT_TYPES), help="Type of the output.  [default: each tensor keeps its own]")
 @click.option(
-    "--device", type=click.Choice(["auto", "cpu"]), default="auto", show_default=True, help="Where the arithmetic runs."
+    "--device",
+    type=click.Choice(["auto", "cpu", "cuda"]),
+    default="auto",
+    show_default=True,
+    help="Where the arithmetic runs; auto is CUDA for --from-4bit on a machine that has it.",
 )
 @click.option("--jobs", type=click.IntRange(min=1), metavar="N", help="Worker threads.  [default: one a core]")
 @click.option("--overwrite", is_flag=True, help="Replace an earlier merge at OUT, at the very end.")
@@ -78,9 +82,7 @@ BLOCK_SIZES = tuple(str(1 << power) for power in range(5, 13))
 @click.option("--quiet", is_flag=True, help="No progress and no notes; warnings and errors only.")
 @click.version_option(lora_merge.__version__, prog_name="lora-merge")
 @reports_errors
-def main(
-    base: str, adapters: tuple[str, ...], out: str, dry_run: bool, output_format: str, quiet: bool, device: str, **settings: Any
-) -> None:
+def main(base: str, adapters: tuple[str, ...], out: str, dry_run: bool, output_format: str, quiet: bool, **settings: Any) -> None:
     """Merge a LoRA adapter into its base and write a checkpoint that any engine loads.
 
     With --from-4bit the base is first taken through the 4-bit quantization the adapter was trained on, so that the merged model

@@ -25,7 +25,7 @@ from numpy.typing import NDArray
 Kernel = TypeVar("Kernel", bound=Callable[..., Any])
 
 
-def _compiled(function: Kernel) -> Kernel:
+def compiled(function: Kernel) -> Kernel:
     """Compile ``function`` without the interpreter lock, cached on disk where a cache can be written."""
     try:
         return njit(nogil=True, cache=True, error_model="numpy")(function)  # type: ignore[no-any-return]
@@ -35,21 +35,21 @@ def _compiled(function: Kernel) -> Kernel:
 
 
 def _contracted(function: Kernel) -> Kernel:
-    """Like :func:`_compiled`, and free to fuse a multiplication and an addition, where only an error bound counts."""
+    """Like :func:`compiled`, and free to fuse a multiplication and an addition, where only an error bound counts."""
     try:
         return njit(nogil=True, cache=True, error_model="numpy", fastmath={"contract"})(function)  # type: ignore[no-any-return]
     except RuntimeError:
         return njit(nogil=True, error_model="numpy", fastmath={"contract"})(function)  # type: ignore[no-any-return]
 
 
-@_compiled
+@compiled
 def widen_bf16(source: NDArray[np.uint16], target: NDArray[np.uint32]) -> None:
     """Write the float32 bit patterns of bfloat16 ``source`` (n,) to ``target`` (n,)."""
     for i in range(source.shape[0]):
         target[i] = np.uint32(source[i]) << np.uint32(16)
 
 
-@_compiled
+@compiled
 def round_to_bf16(bits: NDArray[np.uint32]) -> None:
     """Round float32 bit patterns (n,) to bfloat16 in place, to nearest, ties to even; the low halves become zero."""
     for i in range(bits.shape[0]):
@@ -57,7 +57,7 @@ def round_to_bf16(bits: NDArray[np.uint32]) -> None:
         bits[i] = (value + np.uint32(0x7FFF) + ((value >> np.uint32(16)) & np.uint32(1))) & np.uint32(0xFFFF0000)
 
 
-@_compiled
+@compiled
 def block_absmax(bits: NDArray[np.uint32], block_size: int, absmax_bits: NDArray[np.uint32]) -> bool:
     """Write the largest magnitude of every block of float32 patterns (n,) to ``absmax_bits`` (ceil(n / block_size),).
 
@@ -76,7 +76,7 @@ def block_absmax(bits: NDArray[np.uint32], block_size: int, absmax_bits: NDArray
     return finite
 
 
-@_compiled
+@compiled
 def round_trip_nf4(
     values: NDArray[np.float32],
     block_size: int,
@@ -124,7 +124,7 @@ def round_trip_nf4(
             part[i] = level * scale
 
 
-@_compiled
+@compiled
 def round_trip_fp4(
     values: NDArray[np.float32],
     block_size: int,
@@ -155,7 +155,7 @@ def round_trip_fp4(
             part[i] = level * scale
 
 
-@_compiled
+@compiled
 def quantize_dynamic_8bit(
     values: NDArray[np.float32], block_size: int, code: NDArray[np.float32], absmax: NDArray[np.float32]
 ) -> NDArray[np.uint8]:
@@ -201,14 +201,14 @@ def quantize_dynamic_8bit(
     return out
 
 
-@_compiled
+@compiled
 def _bf16_of(value: np.float32, scratch: NDArray[np.float32], scratch_bits: NDArray[np.uint32]) -> Any:
     scratch[0] = value
     bits = scratch_bits[0]
     return np.uint16((bits + np.uint32(0x7FFF) + ((bits >> np.uint32(16)) & np.uint32(1))) >> np.uint32(16))
 
 
-@_compiled
+@compiled
 def _bf16_of_float64(value: np.float64, scratch: NDArray[np.float32], scratch_bits: NDArray[np.uint32]) -> Any:
     """Round float64 to bfloat16 once: a float32 in between is rounded to odd, which keeps the second rounding right.
 
@@ -224,7 +224,7 @@ def _bf16_of_float64(value: np.float64, scratch: NDArray[np.float32], scratch_bi
     return np.uint16((bits + np.uint32(0x7FFF) + ((bits >> np.uint32(16)) & np.uint32(1))) >> np.uint32(16))
 
 
-@_compiled
+@compiled
 def largest_magnitude(bits: NDArray[Any]) -> int:
     """The largest pattern in ``bits`` (n,) of a float type (uint16 or uint32) without its sign bit; 0 when empty.
 
@@ -263,7 +263,7 @@ def _product_rows(b: NDArray[np.float32], a: NDArray[np.float32], delta: NDArray
             d1[j] += q0 * a0[j]
 
 
-@_compiled
+@compiled
 def _bracket_row(
     weight: NDArray[np.float32],
     delta: NDArray[np.float32],
@@ -285,7 +285,7 @@ def _bracket_row(
         high[j] = value + margin
 
 
-@_compiled
+@compiled
 def _round_bracket(low: NDArray[np.uint32], high: NDArray[np.uint32], out: NDArray[np.uint16]) -> Any:
     """Round both ends of the bracket to bfloat16, keep the lower one and tell whether any two of them differ."""
     differ = np.uint32(0)
@@ -297,7 +297,7 @@ def _round_bracket(low: NDArray[np.uint32], high: NDArray[np.uint32], out: NDArr
     return differ != np.uint32(0)
 
 
-@_compiled
+@compiled
 def add_low_rank_to_bf16(
     weight: NDArray[np.float32],
     b: NDArray[np.float64],
@@ -353,7 +353,7 @@ def add_low_rank_to_bf16(
     return reworked
 
 
-@_compiled
+@compiled
 def float64_to_bf16(values: NDArray[np.float64], out: NDArray[np.uint16]) -> None:
     """Round float64 ``values`` (n,) to bfloat16 bit patterns ``out`` (n,), once, to nearest, ties to even."""
     scratch = np.empty(1, np.float32)

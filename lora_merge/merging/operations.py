@@ -15,7 +15,7 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -32,6 +32,13 @@ BLOCK_ELEMENTS = 1 << 18
 
 ReadRows = Callable[[int, int], NDArray[Any]]
 """Gives rows ``[start, stop)`` of the source tensor in its carrier type, shaped by :func:`matrix_shape`."""
+
+
+class ReadInto(Protocol):
+    """A :data:`ReadRows` that can fill memory it is given: ``out``, contiguous, of the block's shape and carrier type."""
+
+    def __call__(self, start: int, stop: int, out: NDArray[Any] | None = None) -> NDArray[Any]: ...
+
 
 Values = NDArray[Any]
 """A block of rows, float32 or float64, holding exact intermediate results."""
@@ -114,7 +121,12 @@ class Rows:
 
     @property
     def blocks(self) -> list[tuple[int, int]]:
-        return [(start, min(start + self.block_rows, self.rows)) for start in range(0, self.rows, self.block_rows)]
+        return block_ranges(self.rows, self.block_rows)
+
+
+def block_ranges(rows: int, block_rows: int) -> list[tuple[int, int]]:
+    """``(start, stop)`` of every block of ``block_rows``, in order; the last one may be smaller."""
+    return [(start, min(start + block_rows, rows)) for start in range(0, rows, block_rows)]
 
 
 @dataclass(frozen=True)
@@ -138,12 +150,16 @@ class RoundTrip(Operation):
                 raise not_quantizable(rows.source, self.recipe, start, stop)
         return _BoundRoundTrip(self, rows.columns, self._scales(absmax, rows), exact=_holds_exactly(self.recipe, rows.source))
 
-    def _scales(self, absmax: NDArray[np.float32], rows: Rows) -> BlockScales:
-        if rows.rows * rows.columns % (self.parts * self.recipe.block_size) and self.parts > 1:
+    def check_parts(self, source: TensorInfo, elements: int) -> None:
+        """Raise :class:`MergeError` unless the parts of ``source`` end where quantization blocks do."""
+        if elements % (self.parts * self.recipe.block_size) and self.parts > 1:
             raise MergeError(
-                f"{rows.source.name}: its {self.parts} parts do not end where a quantization block of {self.recipe.block_size} "
-                "does; unfuse the base before merging"
+                f"{source.name}: its {self.parts} parts do not end where a quantization block of {self.recipe.block_size} does; "
+                "unfuse the base before merging"
             )
+
+    def _scales(self, absmax: NDArray[np.float32], rows: Rows) -> BlockScales:
+        self.check_parts(rows.source, rows.rows * rows.columns)
         each = [block_scales(part, self.recipe) for part in np.split(absmax, self.parts)]
         return BlockScales(np.concatenate([part.inverses for part in each]), np.concatenate([part.scales for part in each]))
 
@@ -284,9 +300,22 @@ class _BoundLowRank(Step):
         return out
 
 
+class Bound(Protocol):
+    """A tensor with its operations, ready to be computed block by block from any thread, wherever the arithmetic runs."""
+
+    @property
+    def blocks(self) -> list[tuple[int, int]]:
+        """The row ranges ``(start, stop)`` to compute, in order."""
+        ...
+
+    def compute(self, read_rows: ReadRows, start: int, stop: int) -> NDArray[Any]:
+        """Rows ``[start, stop)``, one of :attr:`blocks`, in the carrier type of the result; raises :class:`MergeError`."""
+        ...
+
+
 @dataclass(frozen=True)
 class BoundTensor:
-    """A tensor with its operations, ready to be computed block by block.
+    """A :class:`Bound` tensor that the processor computes, in constant memory.
 
     Attributes:
         source: the tensor in its file.
@@ -313,7 +342,7 @@ class BoundTensor:
     @property
     def blocks(self) -> list[tuple[int, int]]:
         """The row ranges ``(start, stop)`` to compute, in order."""
-        return [(start, min(start + self.block_rows, self.rows)) for start in range(0, self.rows, self.block_rows)]
+        return block_ranges(self.rows, self.block_rows)
 
     def compute(self, read_rows: ReadRows, start: int, stop: int) -> NDArray[Any]:
         """Rows ``[start, stop)`` (one of :attr:`blocks`) of the result in its carrier type, shape (stop - start, columns).
@@ -341,10 +370,14 @@ class BoundTensor:
         if kernels.largest_magnitude(bits.reshape(-1)) >= infinity:
             magnitude = bits & (0x7FFFFFFF if values.itemsize == 4 else 0x7FFF)
             row, column = np.argwhere(magnitude >= infinity)[0]
-            raise MergeError(
-                f"{self.source.name}: {what} at [{start + int(row)}, {int(column)}] is not finite in {dtype.torch_name}; "
-                "the base is damaged, or the type is too narrow: try --dtype bfloat16 or float32"
-            )
+            raise not_finite(self.source, what, start + int(row), int(column), dtype)
+
+
+def not_finite(source: TensorInfo, what: str, row: int, column: int, dtype: DType) -> MergeError:
+    return MergeError(
+        f"{source.name}: {what} at [{row}, {column}] is not finite in {dtype.torch_name}; "
+        "the base is damaged, or the type is too narrow: try --dtype bfloat16 or float32"
+    )
 
 
 def result_shape(source: TensorInfo, operations: tuple[Operation, ...]) -> tuple[int, ...]:

@@ -129,8 +129,8 @@ class MergePlan:
     def memory_bytes(self, jobs: int) -> int:
         """An upper estimate of the working memory of the writer beside the interpreter and its libraries.
 
-        Blocks in flight (a float32 and two float64 copies at worst) and, for two tensors at a time, the adapter's halves
-        (float64 and float32) and the block scales.
+        Blocks in flight (a float32 and two float64 copies at worst) and, for a few tensors of each file in work, the adapter's
+        halves (float64 and float32) and the block scales.
         """
         block = max((max(BLOCK_ELEMENTS, _row_elements(tensor)) for tensor in self.tensors), default=0)
         bound = max((_bound_bytes(tensor) for tensor in self.tensors), default=0)

@@ -1,37 +1,35 @@
 """Carries out a plan: streams every shard through its operations into a folder, hashing what it reads and what it writes.
 
-Three things run at once: a surveyor reads the base in file order, hashes it and takes the block scales of what will be
-quantized; a pool of workers computes blocks of rows; the caller's thread writes them in order while a helper hashes them.
-Memory holds a few blocks per worker and the bound form of two tensors, whatever the model's size.
+For each file several things run at once: a surveyor takes the block scales of what will be quantized, a few tensors ahead; a
+pool of workers, which the files share, computes blocks of rows; one thread writes them in order, a second one hashes them with
+what they were made from, a third has the disk take what is written. Memory holds a few blocks per worker and the bound form of a
+few tensors, whatever the model's size.
 """
 
 from __future__ import annotations
 
 import contextlib
 import errno
-import hashlib
 import os
 import shutil
+import threading
 from collections import deque
 from collections.abc import Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
+from concurrent.futures import FIRST_EXCEPTION, Future, ThreadPoolExecutor, wait
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
-
-import numpy as np
-from numpy.typing import NDArray
 
 from lora_merge.console import Progress, no_progress
 from lora_merge.merging.digests import file_digest
 from lora_merge.merging.errors import MergeError
-from lora_merge.merging.operations import BoundTensor, bind, matrix_shape
-from lora_merge.merging.plan import MergePlan, ShardPlan, TensorPlan
-from lora_merge.merging.safetensors_file import TensorInfo, bytes_of, read_exactly
+from lora_merge.merging.operations import bind
+from lora_merge.merging.plan import MergePlan, ShardPlan
+from lora_merge.merging.sha256 import two_hashes
 from lora_merge.merging.side_files import SideFile
+from lora_merge.merging.streaming import Binder, Block, ShardStream, SourceFile
 
 _CHUNK = 1 << 22
-_TENSORS_AHEAD = 2
+_SYNC_BYTES = 1 << 28
 
 
 @dataclass(frozen=True)
@@ -42,26 +40,19 @@ class WrittenFiles:
     output: dict[str, str]
 
 
-@dataclass(frozen=True)
-class _BaseFile:
-    """An open file with tensors: a base shard, or an adapter whose tensors take the place of base tensors."""
-
-    path: Path
-    descriptor: int
-
-    def read_rows(self, tensor: TensorInfo, columns: int, start: int, stop: int) -> NDArray[Any]:
-        values = np.empty((stop - start, columns), tensor.dtype.carrier)
-        if values.size:
-            offset = tensor.start + start * columns * tensor.dtype.itemsize
-            read_exactly(self.descriptor, offset, bytes_of(values), self.path)
-        return values
+def shards_at_once(jobs: int) -> int:
+    """Files in work at the same time: a file is hashed in order, by one core as it is read and by another as it is written."""
+    return max(1, jobs // 2)
 
 
-def write_plan(plan: MergePlan, folder: Path, *, jobs: int, progress: Progress = no_progress) -> WrittenFiles:
+def write_plan(
+    plan: MergePlan, folder: Path, *, jobs: int, binder: Binder = bind, progress: Progress = no_progress
+) -> WrittenFiles:
     """Write every file of ``plan`` into ``folder`` and make them durable.
 
     Args:
         jobs: worker threads that compute.
+        binder: where the arithmetic runs.
         progress: told of tensor bytes written.
 
     Raises:
@@ -69,17 +60,26 @@ def write_plan(plan: MergePlan, folder: Path, *, jobs: int, progress: Progress =
     """
     base, output = {}, {}
     before = {shard.file: _identity(plan.base.folder.path / shard.file) for shard in plan.shards}
-    with ThreadPoolExecutor(jobs) as workers, ThreadPoolExecutor(1) as syncer:
-        syncs = []
-        for shard in plan.shards:
-            target = folder / shard.file
-            base[shard.file], output[shard.file] = _write_shard(shard, plan, target, workers, jobs, progress)
-            # Each file goes to the disk while the next one is computed.
-            syncs.append(syncer.submit(_sync, target))
-        for file in plan.side_files:
-            output[file.name] = write_side_file(file, folder)
-        for sync in syncs:
-            sync.result()
+    with (
+        ThreadPoolExecutor(jobs) as workers,
+        ThreadPoolExecutor(1) as syncer,
+        ThreadPoolExecutor(shards_at_once(jobs)) as shards,
+    ):
+        crew = _Crew(workers, syncer, jobs, binder, progress)
+        writing = {shard.file: shards.submit(_write_shard, shard, plan, folder / shard.file, crew) for shard in plan.shards}
+        try:
+            for file in plan.side_files:
+                output[file.name] = write_side_file(file, folder)
+            for finished in wait(writing.values(), return_when=FIRST_EXCEPTION).done:
+                finished.result()  # raises where that one failed
+        except BaseException:
+            crew.stop.set()
+            for shard_in_work in writing.values():
+                shard_in_work.cancel()
+            raise
+        for name, shard_in_work in writing.items():
+            base[name], output[name], durable = shard_in_work.result()
+            durable.result()
     for name, identity in before.items():
         path = plan.base.folder.path / name
         if _identity(path) != identity:
@@ -98,183 +98,87 @@ def check_disk(plan: MergePlan, out: Path) -> None:
         raise MergeError(f"{out}: needs {needed:,} bytes, its disk has {free:,} free; make room or choose another disk")
 
 
-def _write_shard(
-    shard: ShardPlan, plan: MergePlan, target: Path, workers: ThreadPoolExecutor, jobs: int, progress: Progress
-) -> tuple[str, str]:
+@dataclass(frozen=True)
+class _Crew:
+    """What the shards in work share. ``stop`` is set when one of them has failed."""
+
+    workers: ThreadPoolExecutor
+    syncer: ThreadPoolExecutor
+    jobs: int
+    binder: Binder
+    progress: Progress
+    stop: threading.Event = field(default_factory=threading.Event)
+
+    @property
+    def ahead(self) -> int:
+        """Blocks of a shard that are computed before they can be written."""
+        return 2 + 2 * self.jobs // shards_at_once(self.jobs)
+
+
+def _write_shard(shard: ShardPlan, plan: MergePlan, target: Path, crew: _Crew) -> tuple[str, str, Future[None]]:
+    """Write one file; the digests of the base's file and of it, and when it is durable."""
     path = plan.base.folder.path / shard.file
-    written = hashlib.sha256()
     with (
-        contextlib.closing(_Survey(path, shard.tensors)) as survey,
+        ShardStream(shard, path, crew.workers, crew.ahead, crew.binder) as stream,
         ThreadPoolExecutor(1) as hasher,
         _opened_for_writing(target) as descriptor,
     ):
+        digests = _Digests(stream.base)
         hashing: deque[Future[None]] = deque()
-        for part in _parts(shard, survey, workers, ahead=2 * jobs + 2):
-            content = part.read() if isinstance(part, _Span) else part
-            if not (isinstance(part, _Span) and part.copied_to(descriptor)):
-                _write_all(descriptor, content, target)
-            hashing.append(hasher.submit(written.update, content))
-            progress(len(content))
-            if len(hashing) > 2 * jobs + 2:
+        syncing: Future[None] | None = None
+        unsynced = 0
+        for block in stream:
+            if crew.stop.is_set():
+                raise MergeError(f"{shard.file}: given up, since another file failed")
+            if not block.copied_to(descriptor):
+                _write_all(descriptor, block.content, target)
+            hashing.append(hasher.submit(digests.add, block))
+            crew.progress(len(block.content))
+            if len(hashing) > crew.ahead:
                 hashing.popleft().result()
+            unsynced += len(block.content)
+            if unsynced >= _SYNC_BYTES and (syncing is None or syncing.done()):
+                # What is written goes to the disk while the rest is computed, not all of it at the end.
+                syncing, unsynced = crew.syncer.submit(sync_file, target), 0
         for pending in hashing:
             pending.result()
-        return survey.digest(), written.hexdigest()
+        read, written = hasher.submit(digests.finish).result()
+        return read, written, crew.syncer.submit(sync_file, target)
 
 
-@dataclass(frozen=True)
-class _Span:
-    """Bytes of an input file that go to the output as they are."""
+class _Digests:
+    """SHA-256 of the base's file and of the output, taken together as blocks are written.
 
-    file: _BaseFile
-    start: int
-    nbytes: int
-
-    def read(self) -> memoryview:
-        """The bytes, for whoever hashes them."""
-        values = np.empty(self.nbytes, np.uint8)
-        read_exactly(self.file.descriptor, self.start, bytes_of(values), self.file.path)
-        return bytes_of(values)
-
-    def copied_to(self, descriptor: int) -> bool:
-        """Let the kernel append the bytes to ``descriptor``, which shares them on file systems that can.
-
-        False where it cannot copy between these two files; then nothing was written.
-        """
-        try:
-            done = os.copy_file_range(self.file.descriptor, descriptor, self.nbytes, self.start)
-        except OSError as error:
-            if error.errno in (errno.EXDEV, errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP, errno.EPERM):
-                return False
-            raise MergeError(f"{self.file.path.name}: copy failed: {error.strerror or error}") from error
-        if done == self.nbytes:
-            return True
-        os.lseek(descriptor, -done, os.SEEK_CUR)  # a short copy: written over from memory
-        return False
-
-
-def _parts(shard: ShardPlan, survey: _Survey, workers: ThreadPoolExecutor, ahead: int) -> Iterator[memoryview | _Span]:
-    """The content of an output file in order, computed up to ``ahead`` blocks in advance."""
-    yield memoryview(shard.header)
-    pending: deque[Future[NDArray[Any]] | _Span] = deque()
-    try:
-        for bound in survey:
-            reader = survey.reader(bound)
-            if bound.copied:
-                pending.extend(reader.spans())
-            else:
-                for start, stop in bound.blocks:
-                    pending.append(workers.submit(bound.compute, reader, start, stop))
-                    if len(pending) > ahead:
-                        yield _finished(pending.popleft())
-            while len(pending) > ahead:
-                yield _finished(pending.popleft())
-        while pending:
-            yield _finished(pending.popleft())
-    finally:
-        for item in pending:
-            if isinstance(item, Future):
-                item.cancel()
-
-
-def _finished(item: Future[NDArray[Any]] | _Span) -> memoryview | _Span:
-    return item if isinstance(item, _Span) else bytes_of(item.result())
-
-
-class _Survey:
-    """Reads one base shard in file order, ahead of the workers: hashes it and binds its tensors.
-
-    Iterating gives every tensor bound, in the order of the output. The digest is known when the iteration has ended.
+    The output is made in the order of the base's bytes, and mostly of as many: so what a block was computed from is hashed beside
+    it, and read again only where it is no longer at hand. What no block was made from (the header, quantization states, tensors
+    that an adapter's take the place of) is read when its turn comes.
     """
 
-    def __init__(self, path: Path, tensors: tuple[TensorPlan, ...]) -> None:
-        self._file = _opened(path)
-        self._others: dict[Path, _BaseFile] = {}
-        self._tensors = tensors
-        self._hasher = hashlib.sha256()
-        self._hashed = 0
-        self._thread = ThreadPoolExecutor(1)
+    def __init__(self, base: SourceFile) -> None:
+        self._base = base
+        self._done = 0
+        self._hashes = two_hashes()
 
-    def __iter__(self) -> Iterator[BoundTensor]:
-        ahead: deque[Future[BoundTensor]] = deque()
-        for tensor in self._tensors:
-            ahead.append(self._thread.submit(self._bind, tensor))
-            if len(ahead) > _TENSORS_AHEAD:
-                yield ahead.popleft().result()
-        while ahead:
-            yield ahead.popleft().result()
-        # What no output tensor came from: quantization states, tensors that an adapter's take the place of.
-        self._thread.submit(self._hash_to, os.fstat(self._file.descriptor).st_size).result()
+    def add(self, block: Block) -> None:
+        if block.base_start is not None:
+            self._catch_up(block.base_start)
+        if block.base_start != self._done:
+            self._hashes.update(b"", block.content)
+            return
+        base = block.base if block.base is not None else self._base.read(block.base_start, block.base_bytes)
+        self._hashes.update(base, block.content)
+        self._done += len(base)
 
-    def reader(self, bound: BoundTensor) -> _RowReader:
-        return _RowReader(self._file_of(bound.source), bound.source, bound.source_columns)
+    def finish(self) -> tuple[str, str]:
+        """Hexadecimal digests of the base's whole file and of the output."""
+        self._catch_up(self._base.size)
+        return self._hashes.hexdigests()
 
-    def digest(self) -> str:
-        """Hexadecimal SHA-256 of the whole file."""
-        return self._hasher.hexdigest()
-
-    def close(self) -> None:
-        self._thread.shutdown(cancel_futures=True)
-        for file in (self._file, *self._others.values()):
-            os.close(file.descriptor)
-
-    def _file_of(self, source: TensorInfo) -> _BaseFile:
-        return self._file if source.path == self._file.path else self._others[source.path]
-
-    def _bind(self, tensor: TensorPlan) -> BoundTensor:
-        source = tensor.source
-        if source.path != self._file.path and source.path not in self._others:
-            self._others[source.path] = _opened(source.path)
-        file = self._file_of(source)
-        if file is self._file:
-            self._hash_to(source.start)
-
-        def read_rows(start: int, stop: int) -> NDArray[Any]:
-            values = file.read_rows(source, columns, start, stop)
-            # The first look at a tensor goes through it in order, and so hashes it in passing.
-            if file is self._file and self._hashed == source.start + start * columns * source.dtype.itemsize:
-                self._hasher.update(bytes_of(values))
-                self._hashed += values.nbytes
-            return values
-
-        columns = matrix_shape(source, tensor.operations)[1]
-        bound = bind(source, tensor.dtype, tensor.operations, read_rows)
-        if file is self._file:
-            # Nothing of it was needed in advance; the workers' own reads of it find it in the page cache.
-            self._hash_to(source.start + source.nbytes)
-        return bound
-
-    def _hash_to(self, stop: int) -> None:
-        """Hash on to byte ``stop`` of the base's file, if that is ahead."""
-        buffer = bytearray(min(_CHUNK, max(stop - self._hashed, 1)))
-        while self._hashed < stop:
-            part = memoryview(buffer)[: min(len(buffer), stop - self._hashed)]
-            read_exactly(self._file.descriptor, self._hashed, part, self._file.path)
-            self._hasher.update(part)
-            self._hashed += len(part)
-
-
-def _opened(path: Path) -> _BaseFile:
-    try:
-        return _BaseFile(path, os.open(path, os.O_RDONLY))
-    except OSError as error:
-        raise MergeError(f"{path}: cannot be read: {error.strerror or error}") from error
-
-
-@dataclass(frozen=True)
-class _RowReader:
-    file: _BaseFile
-    tensor: TensorInfo
-    columns: int
-
-    def __call__(self, start: int, stop: int) -> NDArray[Any]:
-        return self.file.read_rows(self.tensor, self.columns, start, stop)
-
-    def spans(self) -> Iterator[_Span]:
-        """The tensor's bytes in pieces."""
-        end = self.tensor.start + self.tensor.nbytes
-        for start in range(self.tensor.start, end, _CHUNK):
-            yield _Span(self.file, start, min(_CHUNK, end - start))
+    def _catch_up(self, stop: int) -> None:
+        while self._done < stop:
+            part = self._base.read(self._done, min(_CHUNK, stop - self._done))
+            self._hashes.update(part, b"")
+            self._done += len(part)
 
 
 def _identity(path: Path) -> tuple[int, ...]:
@@ -317,11 +221,12 @@ def write_side_file(file: SideFile, folder: Path) -> str:
             shutil.copyfile(file.source, target)
     except OSError as error:
         raise MergeError(f"{file.name}: cannot be written: {error.strerror or error}") from error
-    _sync(target)
+    sync_file(target)
     return file_digest(target)
 
 
-def _sync(path: Path) -> None:
+def sync_file(path: Path) -> None:
+    """Make a file durable."""
     try:
         descriptor = os.open(path, os.O_RDONLY)
         try:
