@@ -11,6 +11,7 @@ that fails does not stop the others. ``engines`` and ``merge`` are timings: they
 from __future__ import annotations
 
 import argparse
+import contextlib
 import os
 import signal
 import subprocess
@@ -110,13 +111,14 @@ def run(name: str, options: argparse.Namespace) -> int:
 
 
 def _end(child: subprocess.Popen[bytes]) -> None:
-    """End what is left of the part, the engines' workers too."""
+    """End what is left of the part, the engines' workers too: asked at first, so that it can end its own children."""
     for number in (signal.SIGTERM, signal.SIGKILL):
         try:
             os.killpg(child.pid, number)
         except ProcessLookupError:
-            return
-        time.sleep(1 if number == signal.SIGTERM else 0)
+            break
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            child.wait(timeout=8)
     child.wait()
 
 
