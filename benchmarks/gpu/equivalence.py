@@ -145,7 +145,7 @@ def compare_merges(base: Path, work: Path, settings: list[str]) -> dict[str, Any
         done = subprocess.run(command, capture_output=True, text=True, check=False)
         seconds[device] = time.perf_counter() - start
         if done.returncode != 0:
-            raise RuntimeError(f"--device {device}: {done.stderr.strip()[-500:]}")
+            raise RuntimeError(f"--device {device}: {done.stderr.strip().splitlines()[-1]}")
     elements, differ, tensors, largest = 0, 0, 0, 0.0
     for file in sorted((work / "cpu").glob("*.safetensors")):
         with safe_open(file, "pt") as ours, safe_open(work / "cuda" / file.name, "pt") as theirs:
