@@ -22,7 +22,8 @@ import torch
 
 from lora_merge.merging import kernels
 from lora_merge.merging.dtypes import BY_NAME, widen
-from lora_merge.merging.quantization import QuantRecipe, block_scales, round_trip
+from lora_merge.merging.operations import BoundLowRank, BoundRoundTrip, LowRank, RoundTrip, in_one_pass
+from lora_merge.merging.quantization import QuantRecipe, block_scales
 
 RECIPE = QuantRecipe()
 RANK = 16
@@ -94,20 +95,12 @@ def ours(patterns: np.ndarray, update: tuple[np.ndarray, np.ndarray] | None, poo
 
     list(pool.map(survey, starts))
     scales = block_scales(absmax, RECIPE)
-    if update is not None:
-        b, a = update
-        b32, a32 = b.astype(np.float32), a.astype(np.float32)
-        norms = np.sqrt((a * a).sum(axis=0)).astype(np.float32)
+    trip = BoundRoundTrip(RoundTrip(RECIPE), columns, scales, exact=True)
+    added = BoundLowRank.of(LowRank(*update, 1.0)) if update is not None else None
 
     def compute(start: int) -> None:
         stop = min(start + ROWS, rows)
-        values = widen(patterns[start:stop], BY_NAME["BF16"])
-        round_trip(values.reshape(-1), scales, slice(start * per_row, stop * per_row), RECIPE)
-        kernels.round_to_bf16(values.reshape(-1).view(np.uint32))
-        if update is None:
-            out[start:stop] = values.view(np.uint16)[:, 1::2]
-        else:
-            kernels.add_low_rank_to_bf16(values, b[start:stop], a, b32[start:stop], a32, 1.0, norms, out[start:stop])
+        out[start:stop] = in_one_pass(patterns[start:stop], start, stop, trip, added)
 
     list(pool.map(compute, starts))
     return out

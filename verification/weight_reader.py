@@ -6,20 +6,53 @@ import contextlib
 import math
 import os
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
+from lora_merge.merging.binding import BoundTensor, bind
 from lora_merge.merging.dtypes import BY_NAME, DType, round_float64, widen
 from lora_merge.merging.errors import MergeError
-from lora_merge.merging.operations import BoundTensor, Operation, bind, matrix_shape
+from lora_merge.merging.operations import Operation, matrix_shape
 from lora_merge.merging.plan import TensorPlan
 from lora_merge.merging.safetensors_file import TensorInfo, bytes_of, read_exactly
 
 _BLOCKS_TO_EXPLAIN = 4
 _FLOAT32 = BY_NAME["F32"]
+Values = NDArray[np.float64]
+
+
+_EPSILON = {"F32": 2.0**-23, "F16": 2.0**-10, "BF16": 2.0**-7}
+_SMALLEST = {"F32": 2.0**-126, "F16": 2.0**-14, "BF16": 2.0**-126}
+_CODE_STEP = 0.35
+"""No two neighbouring codes of NF4 or FP4 lie farther apart, in units of the block's largest value."""
+
+
+@dataclass(frozen=True)
+class Tolerance:
+    """How far rounding may carry an element from the plan.
+
+    Attributes:
+        quantized: whether the base goes through 4 bit. Machines disagree about a few codes and scales there.
+    """
+
+    quantized: bool
+
+    def near(self, expected: Values, update: Values, dtype: DType) -> Values:
+        """What rounding alone explains: of the sum, and of an update that was computed in as few digits."""
+        spacing = np.maximum(np.abs(expected), _SMALLEST[dtype.name]) * _EPSILON[dtype.name]
+        near: Values = 1.5 * spacing + np.abs(update) / 64
+        return near
+
+    def far(self, near: Values, base: Values) -> Values:
+        """What not even an element here and there may exceed. ``base``: (rows, columns), what the update was added to."""
+        if not self.quantized:
+            return 4 * near
+        largest: Values = np.abs(base).max(axis=1).repeat(base.shape[1])
+        return 4 * near + _CODE_STEP * largest
 
 
 class TensorReader:
@@ -55,6 +88,24 @@ class TensorReader:
             differing += int((gap != 0).sum())
             error += float((gap * gap).sum())
         return differing / max(self.elements, 1), error
+
+    def beyond(
+        self, operations: tuple[Operation, ...], base: tuple[Operation, ...], tolerance: Tolerance
+    ) -> Iterator[tuple[int, float, int]]:
+        """Block by block: how many elements lie beyond ``tolerance.near`` of the plan, the sum of their squared differences, and
+        how many lie beyond ``tolerance.far``.
+
+        ``base``: the first of ``operations``, which make what the update is added to.
+        """
+        bound = self._bind(operations, _FLOAT32)
+        for start, stop in bound.blocks:
+            place = [(start * bound.columns, stop * bound.columns)]
+            weight, expected, before = self.found_values(place), self.values(operations, place), self.values(base, place)
+            gap = np.abs(weight - expected)
+            near = tolerance.near(expected, expected - before, self.dtype)
+            far = tolerance.far(near, before.reshape(-1, bound.columns))
+            outside = gap > near
+            yield int(outside.sum()), float((gap[outside] ** 2).sum()), int((gap > far).sum())
 
     def sample(self) -> list[tuple[int, int]]:
         """Element ranges of up to 4 blocks, evenly spread; blocks of the plan, so that every history has them at row ends."""

@@ -11,6 +11,7 @@ from typing import Any
 
 from lora_merge.console import Progress, no_progress
 from lora_merge.merging.adapter import read_adapter
+from lora_merge.merging.binding import bind
 from lora_merge.merging.checkpoint import INDEX_FILE, Checkpoint, read_checkpoint
 from lora_merge.merging.cuda import choose_device
 from lora_merge.merging.digests import adapter_digests, file_digest
@@ -18,7 +19,6 @@ from lora_merge.merging.errors import MergeError
 from lora_merge.merging.factors import PACKINGS, PEFT_PACKING
 from lora_merge.merging.folders import resolve_folder
 from lora_merge.merging.manifest import Artifact, MergeManifest, environment
-from lora_merge.merging.operations import bind
 from lora_merge.merging.plan import MergePlan, make_plan
 from lora_merge.merging.recipes import find_recipe
 from lora_merge.merging.side_files import MANIFEST_FILE, SideFile

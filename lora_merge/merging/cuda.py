@@ -16,20 +16,17 @@ from typing import TYPE_CHECKING, Any
 
 from numpy.typing import NDArray
 
+from lora_merge.merging.binding import Bound, BoundTensor, bind, not_finite
 from lora_merge.merging.dtypes import BY_TORCH_NAME, FLOATING, DType
 from lora_merge.merging.errors import MergeError
 from lora_merge.merging.operations import (
     AddLowRank,
-    Bound,
-    BoundTensor,
     Operation,
     ReadInto,
     ReadRows,
     RoundTrip,
-    bind,
     block_ranges,
     matrix_shape,
-    not_finite,
     not_quantizable,
 )
 from lora_merge.merging.quantization import QuantRecipe
@@ -49,7 +46,7 @@ _IN_FLIGHT = 8
 
 @dataclass(frozen=True)
 class TorchDevice:
-    """Where torch computes: :meth:`bind` takes the place of :func:`~lora_merge.merging.operations.bind`."""
+    """Where torch computes: :meth:`bind` takes the place of :func:`~lora_merge.merging.binding.bind`."""
 
     device: torch.device
 

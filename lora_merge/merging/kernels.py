@@ -1,16 +1,8 @@
-"""Compiled loops over blocks of rows: widen, absmax, 4-bit round trip, low-rank product, one correct rounding.
+"""Compiled loops over blocks of rows: widen, absmax, 4-bit round trip, rounding.
 
 Every kernel works on arrays that fit a core's cache and releases the interpreter lock, so that a pool of threads keeps all
 cores busy while another thread reads and a third one writes. Nothing here contracts a multiplication and an addition into one
 instruction, so results do not depend on the processor.
-
-**One correct rounding.** A merged weight is defined as ``round(w + s * sum_k b[k] a[k])`` with the arithmetic in float64 and a
-single rounding to the output type. Doing all of it in float64 would cost twice the memory traffic, so the low-rank product is
-taken in float32 together with a bound of its error, and only the few elements whose rounding the bound leaves open (about one in
-ten thousand) are computed again in float64. The result is therefore the same on every machine, whatever its block size or
-number of threads. The bound is the usual one for sums of products (Higham, Accuracy and Stability of Numerical Algorithms,
-2nd ed., section 3.1): after n roundings of a term ``|error| <= n u / (1 - n u) * sum_k |b[k]| |a[k]|`` with ``u = 2**-24``, and
-the sum is at most ``|b| |a|`` by Cauchy and Schwarz.
 """
 
 from __future__ import annotations
@@ -34,7 +26,7 @@ def compiled(function: Kernel) -> Kernel:
         return njit(nogil=True, error_model="numpy")(function)  # type: ignore[no-any-return]
 
 
-def _contracted(function: Kernel) -> Kernel:
+def contracted(function: Kernel) -> Kernel:
     """Like :func:`compiled`, and free to fuse a multiplication and an addition, where only an error bound counts."""
     try:
         return njit(nogil=True, cache=True, error_model="numpy", fastmath={"contract"})(function)  # type: ignore[no-any-return]
@@ -202,14 +194,7 @@ def quantize_dynamic_8bit(
 
 
 @compiled
-def _bf16_of(value: np.float32, scratch: NDArray[np.float32], scratch_bits: NDArray[np.uint32]) -> Any:
-    scratch[0] = value
-    bits = scratch_bits[0]
-    return np.uint16((bits + np.uint32(0x7FFF) + ((bits >> np.uint32(16)) & np.uint32(1))) >> np.uint32(16))
-
-
-@compiled
-def _bf16_of_float64(value: np.float64, scratch: NDArray[np.float32], scratch_bits: NDArray[np.uint32]) -> Any:
+def bf16_of_float64(value: np.float64, scratch: NDArray[np.float32], scratch_bits: NDArray[np.uint32]) -> Any:
     """Round float64 to bfloat16 once: a float32 in between is rounded to odd, which keeps the second rounding right.
 
     Boldo and Melquiond, "Emulation of a FMA and Correctly Rounded Sums", IEEE Transactions on Computers 57(4), 2008.
@@ -237,126 +222,10 @@ def largest_magnitude(bits: NDArray[Any]) -> int:
     return int(largest)
 
 
-@_contracted
-def _product_rows(b: NDArray[np.float32], a: NDArray[np.float32], delta: NDArray[np.float32]) -> None:
-    """``delta`` (2, columns) = ``b`` (2, rank) @ ``a`` (rank, columns).
-
-    Two rows at a time, so that a loaded piece of ``a`` serves both; four ranks at a time, so that ``delta`` is touched less.
-    """
-    rank = a.shape[0]
-    delta[:, :] = np.float32(0.0)
-    d0, d1 = delta[0], delta[1]
-    whole = rank // 4 * 4
-    for k in range(0, whole, 4):
-        p0, p1, p2, p3 = b[0, k], b[0, k + 1], b[0, k + 2], b[0, k + 3]
-        q0, q1, q2, q3 = b[1, k], b[1, k + 1], b[1, k + 2], b[1, k + 3]
-        a0, a1, a2, a3 = a[k], a[k + 1], a[k + 2], a[k + 3]
-        for j in range(d0.shape[0]):
-            x0, x1, x2, x3 = a0[j], a1[j], a2[j], a3[j]
-            d0[j] += (p0 * x0 + p1 * x1) + (p2 * x2 + p3 * x3)
-            d1[j] += (q0 * x0 + q1 * x1) + (q2 * x2 + q3 * x3)
-    for k in range(whole, rank):
-        p0, q0 = b[0, k], b[1, k]
-        a0 = a[k]
-        for j in range(d0.shape[0]):
-            d0[j] += p0 * a0[j]
-            d1[j] += q0 * a0[j]
-
-
-@compiled
-def _bracket_row(
-    weight: NDArray[np.float32],
-    delta: NDArray[np.float32],
-    coefficient: np.float32,
-    a_norms: NDArray[np.float32],
-    low: NDArray[np.float32],
-    high: NDArray[np.float32],
-) -> None:
-    """Bracket ``weight + delta`` (columns,) between ``low`` and ``high``.
-
-    ``delta`` is off by ``coefficient * a_norms`` at most. The sum and the two ends are themselves rounded, each by at most
-    ``2**-24`` of the value: 2.5 of these cover all.
-    """
-    relative = np.float32(2.5 * 2.0**-24)
-    for j in range(low.shape[0]):
-        value = weight[j] + delta[j]
-        margin = coefficient * a_norms[j] + relative * abs(value) + np.float32(2.0**-140)
-        low[j] = value - margin
-        high[j] = value + margin
-
-
-@compiled
-def _round_bracket(low: NDArray[np.uint32], high: NDArray[np.uint32], out: NDArray[np.uint16]) -> Any:
-    """Round both ends of the bracket to bfloat16, keep the lower one and tell whether any two of them differ."""
-    differ = np.uint32(0)
-    for j in range(out.shape[0]):
-        x = (low[j] + np.uint32(0x7FFF) + ((low[j] >> np.uint32(16)) & np.uint32(1))) >> np.uint32(16)
-        y = (high[j] + np.uint32(0x7FFF) + ((high[j] >> np.uint32(16)) & np.uint32(1))) >> np.uint32(16)
-        out[j] = np.uint16(x)
-        differ |= x ^ y
-    return differ != np.uint32(0)
-
-
-@compiled
-def add_low_rank_to_bf16(
-    weight: NDArray[np.float32],
-    b: NDArray[np.float64],
-    a: NDArray[np.float64],
-    b32: NDArray[np.float32],
-    a32: NDArray[np.float32],
-    scaling: float,
-    a_norms: NDArray[np.float32],
-    out: NDArray[np.uint16],
-) -> int:
-    """Write ``round(weight + scaling * b @ a)`` to ``out``, correctly rounded to bfloat16.
-
-    ``weight`` (rows, in_features) holds exact float32 values; ``b`` (rows, rank) and ``a`` (rank, in_features) the adapter's
-    halves and ``b32 = float32(scaling * b)``, ``a32 = float32(a)`` their working copies; ``a_norms`` (in_features,) are the
-    Euclidean norms of the columns of ``a``. ``out`` (rows, in_features) receives bfloat16 bit patterns. Returns how many elements
-    needed float64.
-    """
-    rows, columns = weight.shape
-    rank = a.shape[0]
-    unit = 2.0**-24
-    # What one term of the product goes through: float32(scaling * b), float32(a), their product, two sums inside its group of
-    # four and one sum a group (or a leftover rank); the last 1 covers the rounding of the norms.
-    roundings = 5 + rank // 4 + rank % 4 + 1
-    scratch = np.empty(1, np.float32)
-    scratch_bits = scratch.view(np.uint32)
-    delta = np.empty((2, columns), np.float32)
-    pair = np.zeros((2, rank), np.float32)
-    low = np.empty(columns, np.float32)
-    high = np.empty(columns, np.float32)
-    low_bits = low.view(np.uint32)
-    high_bits = high.view(np.uint32)
-    reworked = 0
-    for row in range(rows):
-        if row % 2 == 0:
-            pair[0] = b32[row]
-            pair[1] = b32[min(row + 1, rows - 1)]
-            _product_rows(pair, a32, delta)
-        b_square = 0.0
-        for k in range(rank):
-            b_square += b[row, k] * b[row, k]
-        coefficient = np.float32(roundings * unit * 1.01 * abs(scaling) * np.sqrt(b_square))
-        _bracket_row(weight[row], delta[row % 2], coefficient, a_norms, low, high)
-        for start in range(0, columns, 64):
-            if _round_bracket(low_bits[start : start + 64], high_bits[start : start + 64], out[row, start : start + 64]):
-                for j in range(start, min(start + 64, columns)):
-                    if _bf16_of(low[j], scratch, scratch_bits) != _bf16_of(high[j], scratch, scratch_bits):
-                        total = 0.0
-                        for k in range(rank):
-                            total += b[row, k] * a[k, j]
-                        exact = np.float64(weight[row, j]) + scaling * total
-                        out[row, j] = _bf16_of_float64(exact, scratch, scratch_bits)
-                        reworked += 1
-    return reworked
-
-
 @compiled
 def float64_to_bf16(values: NDArray[np.float64], out: NDArray[np.uint16]) -> None:
     """Round float64 ``values`` (n,) to bfloat16 bit patterns ``out`` (n,), once, to nearest, ties to even."""
     scratch = np.empty(1, np.float32)
     scratch_bits = scratch.view(np.uint32)
     for i in range(values.shape[0]):
-        out[i] = _bf16_of_float64(values[i], scratch, scratch_bits)
+        out[i] = bf16_of_float64(values[i], scratch, scratch_bits)

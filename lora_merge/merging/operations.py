@@ -1,9 +1,9 @@
 """The arithmetic of a merge: what is done to a tensor, one small class a kind.
 
-An :class:`Operation` in a plan is a frozen description. :func:`bind` reads what a tensor's operations need once (adapter
-halves, block scales, column norms) and gives a :class:`BoundTensor`, which then computes any block of rows, from any thread,
-in constant memory. Every operation carries its own bound form, a :class:`Step`. Binding one hands it the rows as the
-operations before it leave them, for what needs a look at the whole tensor first.
+An :class:`Operation` in a plan is a frozen description. Binding it reads once what it needs (adapter halves, block scales,
+column norms) and gives a :class:`Step`, which then works on any block of rows, from any thread, in constant memory. An operation
+is handed the rows as the operations before it leave them, for what needs a look at the whole tensor first.
+:mod:`~lora_merge.merging.binding` does so for a tensor with all its operations.
 
 Values travel between steps as float32 as long as they are exactly float32 (the base, quantized or not) and as float64 from the
 first sum on; the last step rounds to the output type, once.
@@ -20,11 +20,11 @@ from typing import Any, ClassVar, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from lora_merge.merging import kernels
-from lora_merge.merging.dtypes import BY_TORCH_NAME, DType, round_float64, round_through, widen
+from lora_merge.merging import fused, kernels
+from lora_merge.merging.dtypes import BY_TORCH_NAME, DType, round_float64, round_through
 from lora_merge.merging.errors import MergeError
 from lora_merge.merging.factors import Factor
-from lora_merge.merging.quantization import BlockScales, QuantRecipe, block_scales, round_trip
+from lora_merge.merging.quantization import BlockScales, QuantRecipe, block_scales, level_tables, round_trip
 from lora_merge.merging.safetensors_file import TensorInfo
 
 BLOCK_ELEMENTS = 1 << 18
@@ -148,7 +148,7 @@ class RoundTrip(Operation):
             part = absmax[self._blocks(rows.columns, start, stop)]
             if not kernels.block_absmax(values.reshape(-1).view(np.uint32), self.recipe.block_size, part.view(np.uint32)):
                 raise not_quantizable(rows.source, self.recipe, start, stop)
-        return _BoundRoundTrip(self, rows.columns, self._scales(absmax, rows), exact=_holds_exactly(self.recipe, rows.source))
+        return BoundRoundTrip(self, rows.columns, self._scales(absmax, rows), exact=_holds_exactly(self.recipe, rows.source))
 
     def check_parts(self, source: TensorInfo, elements: int) -> None:
         """Raise :class:`MergeError` unless the parts of ``source`` end where quantization blocks do."""
@@ -178,7 +178,7 @@ class RoundTrip(Operation):
 
 
 @dataclass(frozen=True)
-class _BoundRoundTrip(Step):
+class BoundRoundTrip(Step):
     """Attributes: ``exact``: whether the tensor's own type is the one it was quantized in: then it need not be rounded first."""
 
     operation: RoundTrip
@@ -193,6 +193,19 @@ class _BoundRoundTrip(Step):
             round_through(values, quant_dtype)
         round_trip(values.reshape(-1), self.scales, self.operation._blocks(self.columns, start, stop), recipe)
         return round_through(values, quant_dtype)
+
+    @property
+    def fits_one_pass(self) -> bool:
+        """Whether the fused kernel does the same: bfloat16 all the way, rows of whole blocks."""
+        recipe = self.operation.recipe
+        return self.exact and recipe.quant_dtype == "bfloat16" and self.columns % recipe.block_size == 0
+
+    def kernel_arguments(self, start: int, stop: int) -> fused.TripArguments:
+        """What the fused kernel takes of the round trip, for rows ``[start, stop)``."""
+        recipe, blocks = self.operation.recipe, self.operation._blocks(self.columns, start, stop)
+        kind = fused.NF4_TRIP if recipe.quant_type == "nf4" else fused.FP4_TRIP
+        levels, bounds = level_tables(recipe.quant_type)
+        return kind, recipe.block_size, self.scales.inverses[blocks], self.scales.scales[blocks], levels, bounds
 
 
 def quantizable(rows: Rows, start: int, stop: int, recipe: QuantRecipe) -> NDArray[np.float32]:
@@ -248,7 +261,7 @@ class AddLowRank(Operation):
         return LowRank(np.ascontiguousarray(b), np.ascontiguousarray(a), self.scaling)
 
     def bind(self, rows: Rows) -> Step:
-        return _BoundLowRank.of(self.read())
+        return BoundLowRank.of(self.read())
 
     def bound_bytes(self, elements: int) -> int:
         return 12 * (math.prod(self.a.shape) + math.prod(self.b.shape))
@@ -272,7 +285,7 @@ class LowRank:
 
 
 @dataclass(frozen=True)
-class _BoundLowRank(Step):
+class BoundLowRank(Step):
     """:class:`AddLowRank` with its tensors read: float64 as they are, float32 as the fast kernel wants them."""
 
     update: LowRank
@@ -281,7 +294,7 @@ class _BoundLowRank(Step):
     right_norms: NDArray[np.float32]
 
     @classmethod
-    def of(cls, update: LowRank) -> _BoundLowRank:
+    def of(cls, update: LowRank) -> BoundLowRank:
         norms = np.sqrt((update.right * update.right).sum(axis=0)).astype(np.float32)
         return cls(update, (update.scaling * update.left).astype(np.float32), update.right.astype(np.float32), norms)
 
@@ -289,95 +302,40 @@ class _BoundLowRank(Step):
         return values + self.update.rows(start, stop)
 
     def rounded(self, values: Values, start: int, stop: int, dtype: DType) -> NDArray[Any]:
-        if dtype.name != "BF16" or values.dtype != np.float32:
-            return super().rounded(values, start, stop, dtype)
-        out = np.empty(values.shape, np.uint16)
-        rows = slice(start, stop)
-        left, right = self.update.left, self.update.right
-        kernels.add_low_rank_to_bf16(
-            values, left[rows], right, self.left32[rows], self.right32, self.update.scaling, self.right_norms, out
-        )
-        return out
+        if dtype.name == "BF16" and values.dtype == np.float32:
+            merged = in_one_pass(values.view(np.uint32), start, stop, None, self)
+            if merged is not None:
+                return merged
+        return super().rounded(values, start, stop, dtype)
+
+    def kernel_arguments(self, start: int, stop: int) -> fused.UpdateArguments:
+        """What the fused kernel takes of the update, for rows ``[start, stop)``."""
+        left, right = self.update.left[start:stop], self.update.right
+        return left, right, self.left32[start:stop], self.right32, self.update.scaling, self.right_norms
 
 
-class Bound(Protocol):
-    """A tensor with its operations, ready to be computed block by block from any thread, wherever the arithmetic runs."""
+def in_one_pass(
+    source: NDArray[Any], start: int, stop: int, trip: BoundRoundTrip | None, update: BoundLowRank | None
+) -> NDArray[np.uint16] | None:
+    """Patterns (bfloat16 or float32) of rows ``[start, stop)`` through ``trip`` and ``update``, as bfloat16 patterns.
 
-    @property
-    def blocks(self) -> list[tuple[int, int]]:
-        """The row ranges ``(start, stop)`` to compute, in order."""
-        ...
-
-    def compute(self, read_rows: ReadRows, start: int, stop: int) -> NDArray[Any]:
-        """Rows ``[start, stop)``, one of :attr:`blocks`, in the carrier type of the result; raises :class:`MergeError`."""
-        ...
-
-
-@dataclass(frozen=True)
-class BoundTensor:
-    """A :class:`Bound` tensor that the processor computes, in constant memory.
-
-    Attributes:
-        source: the tensor in its file.
-        dtype: type of the result.
-        rows, columns: the result as a matrix.
-        block_rows: rows a block.
-        source_columns: columns of the matrix that ``read_rows`` is asked in; see :func:`matrix_shape`.
+    None where a value is not finite; which one it is, the way step by step tells.
     """
-
-    source: TensorInfo
-    dtype: DType
-    rows: int
-    columns: int
-    block_rows: int
-    source_columns: int
-    decode: Callable[[ReadRows, int, int], NDArray[np.float32]] | None
-    steps: tuple[Step, ...]
-
-    @property
-    def copied(self) -> bool:
-        """Whether the result holds the source's bytes unchanged."""
-        return self.decode is None and not self.steps and self.dtype == self.source.dtype
-
-    @property
-    def blocks(self) -> list[tuple[int, int]]:
-        """The row ranges ``(start, stop)`` to compute, in order."""
-        return block_ranges(self.rows, self.block_rows)
-
-    def compute(self, read_rows: ReadRows, start: int, stop: int) -> NDArray[Any]:
-        """Rows ``[start, stop)`` (one of :attr:`blocks`) of the result in its carrier type, shape (stop - start, columns).
-
-        Raises:
-            MergeError: a result is NaN or infinite.
-        """
-        if self.copied:
-            return read_rows(start, stop)
-        values: Values = self.decode(read_rows, start, stop) if self.decode else widen(read_rows(start, stop), self.source.dtype)
-        self._check_finite(values, start, "the base's value", self.source.dtype)
-        for step in self.steps[:-1]:
-            values = step.apply(values, start, stop)
-        if self.steps:
-            result = self.steps[-1].rounded(values, start, stop, self.dtype)
-        else:
-            result = round_float64(values.astype(np.float64), self.dtype)
-        self._check_finite(result, start, "the merged value", self.dtype)
-        return result
-
-    def _check_finite(self, values: NDArray[Any], start: int, what: str, dtype: DType) -> None:
-        """Raise where a value is NaN or infinite. Integer rounding would carry some NaN patterns over to zero."""
-        bits: NDArray[Any] = values.view(np.uint32 if values.itemsize == 4 else np.uint16)
-        infinity = 0x7F800000 if values.itemsize == 4 else {"BF16": 0x7F80, "F16": 0x7C00}[dtype.name]
-        if kernels.largest_magnitude(bits.reshape(-1)) >= infinity:
-            magnitude = bits & (0x7FFFFFFF if values.itemsize == 4 else 0x7FFF)
-            row, column = np.argwhere(magnitude >= infinity)[0]
-            raise not_finite(self.source, what, start + int(row), int(column), dtype)
+    out = np.empty(source.shape, np.uint16)
+    through = trip.kernel_arguments(start, stop) if trip else _NO_TRIP
+    added = update.kernel_arguments(start, stop) if update else _no_update(*source.shape)
+    settled = fused.merge_to_bf16(source, *through, *added, out)
+    return out if settled != fused.NOT_FINITE else None
 
 
-def not_finite(source: TensorInfo, what: str, row: int, column: int, dtype: DType) -> MergeError:
-    return MergeError(
-        f"{source.name}: {what} at [{row}, {column}] is not finite in {dtype.torch_name}; "
-        "the base is damaged, or the type is too narrow: try --dtype bfloat16 or float32"
-    )
+_NOTHING = np.empty(0, np.float32)
+_NO_TRIP: fused.TripArguments = (fused.NO_TRIP, 1, _NOTHING, _NOTHING, _NOTHING, _NOTHING)
+
+
+def _no_update(rows: int, columns: int) -> fused.UpdateArguments:
+    """The arguments of an update of rank 0."""
+    b, a = np.empty((rows, 0)), np.empty((0, columns))
+    return b, a, b.astype(np.float32), a.astype(np.float32), 0.0, np.zeros(columns, np.float32)
 
 
 def result_shape(source: TensorInfo, operations: tuple[Operation, ...]) -> tuple[int, ...]:
@@ -394,37 +352,12 @@ def matrix_shape(source: TensorInfo, operations: tuple[Operation, ...] = ()) -> 
     """
     if operations and isinstance(operations[0], Decoder):
         return operations[0].source_shape(source)
-    return _as_matrix(source.shape, operations)
+    return as_matrix(source.shape, operations)
 
 
-def _as_matrix(shape: tuple[int, ...], operations: tuple[Operation, ...]) -> tuple[int, int]:
+def as_matrix(shape: tuple[int, ...], operations: tuple[Operation, ...]) -> tuple[int, int]:
     if len(shape) < 2:
         return 1, math.prod(shape)
     if any(operation.whole_filters for operation in operations):
         return shape[0], math.prod(shape[1:])
     return math.prod(shape[:-1]), shape[-1]
-
-
-def bind(source: TensorInfo, dtype: DType, operations: tuple[Operation, ...], read_rows: ReadRows) -> BoundTensor:
-    """Read once what ``operations`` on ``source`` need.
-
-    Operations that must see the whole tensor first (a round trip, norms over columns) read it here, each in one pass in order.
-    ``read_rows`` speaks in rows of :func:`matrix_shape` and is used during this call only.
-    """
-    rows, columns = _as_matrix(result_shape(source, operations), operations)
-    decoder = operations[0] if operations and isinstance(operations[0], Decoder) else None
-    decode = decoder.bind_decoder(columns) if decoder else None
-    multiple = math.lcm(*(operation.row_multiple(columns) for operation in operations)) if operations else 1
-    block_rows = max(1, BLOCK_ELEMENTS // max(columns, 1) // multiple) * multiple
-    steps: list[Step] = []
-
-    def compute(start: int, stop: int) -> Values:
-        values: Values = decode(read_rows, start, stop) if decode else widen(read_rows(start, stop), source.dtype)
-        for step in steps:
-            values = step.apply(values, start, stop)
-        return values
-
-    so_far = Rows(source, rows, columns, block_rows, compute)
-    for operation in operations[1 if decoder else 0 :]:
-        steps.append(operation.bind(so_far))
-    return BoundTensor(source, dtype, rows, columns, block_rows, matrix_shape(source, operations)[1], decode, tuple(steps))

@@ -189,7 +189,7 @@ def round_trip(values: NDArray[np.float32], scales: BlockScales, blocks: slice, 
     The result still has to be rounded to ``recipe.quant_dtype``.
     """
     kernel = kernels.round_trip_nf4 if recipe.quant_type == "nf4" else kernels.round_trip_fp4
-    levels, bounds = _tables(recipe.quant_type)
+    levels, bounds = level_tables(recipe.quant_type)
     kernel(values, recipe.block_size, scales.inverses[blocks], scales.scales[blocks], levels, bounds)
 
 
@@ -268,7 +268,8 @@ _FP4_MAGNITUDE_BOUNDS = (0.00260417, 0.0859375, 0.20833333, 0.29166667, 0.416666
 
 
 @cache
-def _tables(quant_type: str) -> tuple[NDArray[np.float32], NDArray[np.float32]]:
+def level_tables(quant_type: str) -> tuple[NDArray[np.float32], NDArray[np.float32]]:
+    """What the kernels work with: levels, ascending, and the thresholds between them; FP4's are those of the magnitude."""
     if quant_type == "nf4":
         return code_table("nf4"), np.array(_NF4_BOUNDS, np.float32)
     return np.sort(code_table("fp4")[:8]), np.array(_FP4_MAGNITUDE_BOUNDS, np.float32)

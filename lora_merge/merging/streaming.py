@@ -14,9 +14,10 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from lora_merge.merging.binding import Bound
 from lora_merge.merging.dtypes import DType
 from lora_merge.merging.errors import MergeError
-from lora_merge.merging.operations import Bound, Decoder, Operation, ReadInto, matrix_shape
+from lora_merge.merging.operations import Decoder, Operation, ReadInto, matrix_shape
 from lora_merge.merging.plan import ShardPlan, TensorPlan
 from lora_merge.merging.safetensors_file import TensorInfo, bytes_of, read_exactly
 
@@ -24,7 +25,7 @@ _SPAN = 1 << 21
 _TENSORS_AHEAD = 2
 
 Binder = Callable[[TensorInfo, DType, tuple[Operation, ...], ReadInto], Bound]
-"""Readies a tensor to be computed somewhere: :func:`~lora_merge.merging.operations.bind` on the processor."""
+"""Readies a tensor to be computed somewhere: :func:`~lora_merge.merging.binding.bind` on the processor."""
 
 
 @dataclass(frozen=True)

@@ -20,9 +20,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from lora_merge.console import Progress, no_progress
+from lora_merge.merging.binding import bind
 from lora_merge.merging.digests import file_digest
 from lora_merge.merging.errors import MergeError
-from lora_merge.merging.operations import bind
 from lora_merge.merging.plan import MergePlan, ShardPlan
 from lora_merge.merging.sha256 import two_hashes
 from lora_merge.merging.side_files import SideFile

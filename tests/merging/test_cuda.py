@@ -17,10 +17,10 @@ from bitsandbytes.functional import dequantize_4bit, quantize_4bit
 
 from lora_merge.merging import cuda
 from lora_merge.merging.api import MergeOptions, merge, plan_merge
+from lora_merge.merging.binding import bind
 from lora_merge.merging.cuda import TorchDevice, choose_device, rounded_once
 from lora_merge.merging.dtypes import BY_TORCH_NAME, round_float64
 from lora_merge.merging.errors import MergeError
-from lora_merge.merging.operations import bind
 from lora_merge.merging.writer import write_plan
 from tests.merging.oracle import assert_same_bits, delta, load_folder, rounded
 

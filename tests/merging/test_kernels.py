@@ -6,18 +6,21 @@ import numpy as np
 import pytest
 import torch
 
-from lora_merge.merging import kernels
+from lora_merge.merging import fused, kernels
 from lora_merge.merging.dtypes import BY_NAME, round_float64, widen
+from lora_merge.merging.operations import BoundLowRank, BoundRoundTrip, LowRank, RoundTrip, in_one_pass
+from lora_merge.merging.quantization import QuantRecipe, block_scales
 from tests.merging.oracle import rounded
+
+NO_TRIP = (fused.NO_TRIP, 1, *4 * (np.empty(0, np.float32),))
 
 
 def merged(weight: np.ndarray, b: np.ndarray, a: np.ndarray, scaling: float) -> tuple[torch.Tensor, int]:
+    """float32 ``weight`` plus the update, and how many elements were settled in float64."""
     out = np.empty(weight.shape, np.uint16)
-    norms = np.sqrt((a * a).sum(axis=0)).astype(np.float32)
-    count = kernels.add_low_rank_to_bf16(
-        weight, b, a, (scaling * b).astype(np.float32), a.astype(np.float32), scaling, norms, out
-    )
-    return torch.from_numpy(out.view(np.int16)).view(torch.bfloat16), count
+    update = BoundLowRank.of(LowRank(b, a, scaling))
+    settled = fused.merge_to_bf16(weight.view(np.uint32), *NO_TRIP, *update.kernel_arguments(0, len(weight)), out)
+    return torch.from_numpy(out.view(np.int16)).view(torch.bfloat16), settled
 
 
 @pytest.mark.parametrize("rank", [1, 3, 4, 16, 37, 128])
@@ -55,6 +58,55 @@ def test_cancellation_is_covered_by_the_error_bound():
     # precision.
     assert relative.max() <= 2.0**-8 and (found != expected).double().mean() < 0.01
     assert reworked > 0.9 * weight.size
+
+
+def random_patterns(rows: int, columns: int, scale: float) -> np.ndarray:
+    rng = np.random.default_rng(rows)
+    return ((rng.standard_normal((rows, columns)) * scale).astype(np.float32).view(np.uint32) >> 16).astype(np.uint16)
+
+
+@pytest.mark.parametrize("quant_type", ["nf4", "fp4"])
+@pytest.mark.parametrize("double_quant", [False, True])
+@pytest.mark.parametrize(("block_size", "columns"), [(64, 192), (32, 96), (4096, 4096)])
+@pytest.mark.parametrize("rank", [0, 1, 16, 19])
+def test_one_pass_is_the_steps_one_after_the_other(quant_type, double_quant, block_size, columns, rank):
+    """Oracle: the separate round trip (equal to CUDA's in test_quantization), then float64 arithmetic rounded once."""
+    patterns = random_patterns(37, columns, 0.02)
+    patterns[3, :64] = 0  # an all-zero block
+    patterns[4, 5] = 0x8000  # -0.0
+    values = widen(patterns, BY_NAME["BF16"])
+    recipe = QuantRecipe(quant_type, double_quant, block_size)
+    absmax = np.empty(values.size // block_size, np.float32)
+    assert kernels.block_absmax(values.reshape(-1).view(np.uint32), block_size, absmax.view(np.uint32))
+    trip = BoundRoundTrip(RoundTrip(recipe), columns, block_scales(absmax, recipe), exact=True)
+    assert trip.fits_one_pass
+    rng = np.random.default_rng(7)
+    b, a = rng.standard_normal((37, rank)) * 0.02, rng.standard_normal((rank, columns)) * 0.02
+    exact = trip.apply(values.copy(), 0, 37).astype(np.float64)
+    if rank:
+        exact += 1.5 * (b @ a)
+    update = BoundLowRank.of(LowRank(b, a, 1.5)) if rank else None
+    for start, stop in [(0, 37), (5, 18)]:
+        found = in_one_pass(patterns[start:stop], start, stop, trip, update)
+        expected = rounded(exact[start:stop], torch.bfloat16)
+        assert torch.equal(torch.from_numpy(found.view(np.int16)).view(torch.bfloat16), expected)
+        if not rank:  # to the bit, negative zeros included
+            assert np.array_equal(found, expected.view(torch.int16).numpy().view(np.uint16))
+
+
+@pytest.mark.parametrize("bad", [0x7F80, 0xFF80, 0x7FC0, 0xFFFF])
+@pytest.mark.parametrize("place", [(0, 0), (4, 63), (6, 64)])
+def test_one_pass_gives_up_on_what_is_not_finite(bad, place):
+    """Infinities and NaN of the base, and sums beyond bfloat16's largest number."""
+    patterns = random_patterns(7, 65, 1.0)
+    nothing = BoundLowRank.of(LowRank(np.zeros((7, 2)), np.zeros((2, 65)), 1.0))
+    assert in_one_pass(patterns, 0, 7, None, nothing) is not None
+    patterns[place] = bad
+    assert in_one_pass(patterns, 0, 7, None, nothing) is None
+    patterns[place] = 0x7F7F
+    b, a = np.zeros((7, 1)), np.zeros((1, 65))
+    b[place[0]], a[0, place[1]] = 1.0, 1e37
+    assert in_one_pass(patterns, 0, 7, None, BoundLowRank.of(LowRank(b, a, 1.0))) is None
 
 
 def test_float64_to_bfloat16_rounds_once():
