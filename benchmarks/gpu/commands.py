@@ -67,13 +67,17 @@ def engines(base: Path, work: Path, count: int, more: list[str]) -> dict[str, An
 
 
 def merges(work: Path, shape: str, more: list[str]) -> dict[str, Any]:
-    """One round of benchmarks/merge.py, every arm once."""
+    """One round of benchmarks/merge.py, every arm once; where one fails, those before it."""
     file = work / "merge-round.json"
+    file.unlink(missing_ok=True)
     command = [sys.executable, ROOT / "benchmarks" / "merge.py", "--shape", shape, "--rounds", "1"]
     command += ["--work", work / "bench-merge", "--json", file, *more]
-    run(command)
+    code = run(command, allowed=(0, 1))
+    if not file.is_file():
+        raise RuntimeError("benchmarks/merge.py failed before its first arm was done; its output is in the log")
     found = json.loads(file.read_text(encoding="utf-8"))
-    file.unlink()
+    if code:
+        found["stopped"] = f"the arm after {found['runs'][-1]['arm']} failed"
     shown = shlex.join(["python", "benchmarks/merge.py", *map(str, command[2:])])
     return {"command": shown, **found}
 

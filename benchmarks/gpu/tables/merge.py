@@ -38,6 +38,8 @@ def pieces(parts: dict[str, Any], out: Path) -> dict[str, str]:
     shape = part["settings"]["shape"]
     text = f"A Gemma 3 checkpoint of the {shape} shape, {len(rounds)} rounds, every arm once a round. Raw numbers: "
     text += "[gpu-merge.json](gpu-merge.json)."
+    stopped = dict.fromkeys(found["stopped"] for found in rounds if "stopped" in found)
+    text += "".join(f" Not every arm ran: {reason}." for reason in stopped)
     console = f"```console\n{rounds[0]['command']}\n```"
     return {
         "merge": "\n\n".join(
