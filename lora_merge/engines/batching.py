@@ -25,9 +25,21 @@ def equal_length_batches(prompts: Sequence[Prompt], batch_size: int) -> list[lis
 
 
 def sorted_batches(prompts: Sequence[Prompt], batch_size: int) -> list[list[int]]:
-    """Positions of ``prompts`` in batches of similar lengths, longest first, so that memory runs out at once or never."""
-    order = sorted(range(len(prompts)), key=lambda position: -len(prompts[position].token_ids))
-    return [order[start : start + batch_size] for start in range(0, len(order), batch_size)]
+    """Positions of ``prompts`` in batches for writing, longest first, so that memory runs out at once or never.
+
+    Batches are of one length as long as a length fills them: without padding there is no mask to make and to apply at each step.
+    What is left over is sorted and shares batches. There are never more batches than there have to be.
+    """
+    by_length: dict[int, list[int]] = {}
+    for position, prompt in enumerate(prompts):
+        by_length.setdefault(len(prompt.token_ids), []).append(position)
+    full, left = [], []
+    for _, positions in sorted(by_length.items(), reverse=True):
+        end = len(positions) // batch_size * batch_size
+        full += [positions[start : start + batch_size] for start in range(0, end, batch_size)]
+        left += positions[end:]
+    batches = full + [left[start : start + batch_size] for start in range(0, len(left), batch_size)]
+    return sorted(batches, key=lambda batch: -len(prompts[batch[0]].token_ids))
 
 
 def common_prefix_length(prompts: Sequence[Prompt]) -> int:

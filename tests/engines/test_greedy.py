@@ -99,6 +99,22 @@ def test_a_generation_config_is_not_applied(gemma_folder, prompts, tokenizer):
         assert completion.token_ids == oracle(model, prompt, [1, 106])
 
 
+def test_of_equal_logits_the_first_wins(prompts, tokenizer):
+    """Every logit is the same in a model whose last layer is zero, and in bfloat16 ties are common. Oracle: ``generate``."""
+    model = make_model("llama", tie_word_embeddings=False).to(torch.bfloat16)
+    with torch.no_grad():
+        model.lm_head.weight.zero_()
+    (completion,) = TransformersEngine.from_model(model, tokenizer).generate(prompts[:1], GenerationLimits(3))
+    assert completion.token_ids == oracle(model, prompts[0], [1], 3) == (0, 0, 0)
+
+
+def test_the_fast_way_to_the_likeliest_token_is_argmax():
+    """Oracle: argmax, on numbers cut off so that each row holds hundreds of equal largest ones."""
+    logits = torch.randn(16, 50_000, generator=torch.Generator().manual_seed(5)).clamp(max=2).to(torch.bfloat16)
+    assert int((logits == logits.amax(dim=-1, keepdim=True)).sum()) > 1600
+    assert torch.equal(logits.max(dim=-1).indices, logits.argmax(dim=-1))
+
+
 def test_one_token_and_no_tokenizer(prompts, tokenizer):
     model = make_model("llama")
     completions = TransformersEngine.from_model(model, tokenizer).generate(prompts[:2], GenerationLimits(1))
