@@ -230,11 +230,17 @@ def test_warming_up_touches_no_measured_prompt():
 
 
 def test_the_threshold_is_timed_before_and_after():
-    listed = WriteList((0, 1, 2), (1,), (3, 3, 3))
-    bench = Bench(Scripted(), task(), PROMPTS, Clock())
-    assert bench.threshold_before_and_after(listed) == {"all": 1.0, "kept": 1.0, "same": 1.0}
-    assert bench.threshold_before_and_after(WriteList((0,), None, (3,))) is None
-    assert bench.threshold_before_and_after(WriteList((0,), (), (3,)))["kept"] == 0.0
+    """Three chunks of 16 have texts, two of them kept ones: each call takes a second."""
+    listed = WriteList((0, 17, 18, 33), (0, 18), (3, 3, 3, 3))
+    engine = Scripted()
+    bench = Bench(engine, task(write_list=listed), PROMPTS, Clock())
+    work = bench.work()
+    assert bench.threshold_before_and_after(listed, work) == {"all": 3.0, "kept": 2.0, "same": 1.0}
+    assert engine.written[-2:] == ["p0", "p18"]
+    work.texts[18] = (99,)
+    assert bench.threshold_before_and_after(listed, work)["same"] == 0.5
+    assert bench.threshold_before_and_after(WriteList((0,), None, (3,)), work) is None
+    assert bench.threshold_before_and_after(WriteList((0,), (), (3,)), work)["kept"] == 0.0
 
 
 def test_tasks_and_results_survive_being_stored(tmp_path):

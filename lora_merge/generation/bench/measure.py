@@ -78,17 +78,21 @@ class Bench:
         seconds, completions = self._write([self._continued(index) for index in indices], "writing again")
         return seconds, {index: text.token_ids for index, text in zip(indices, completions, strict=True)}
 
-    def threshold_before_and_after(self, listed: WriteList) -> dict[str, float] | None:
-        """Seconds to write the whole list, and to write only what the threshold keeps of it; None without a threshold.
+    def threshold_before_and_after(self, listed: WriteList, work: Work) -> dict[str, float] | None:
+        """Seconds in which ``work`` wrote the whole list, and those to write only what the threshold keeps of it, in the same
+        chunks; None without a threshold.
 
         ``same``: share of the kept texts that are the same either way.
         """
         if listed.kept is None:
             return None
-        after, everything = self.write_again(listed.indices)
-        before, kept = self.write_again(listed.kept)
-        same = sum(everything[index] == ids for index, ids in kept.items())
-        return {"all": after, "kept": before, "same": same / len(kept) if kept else 1.0}
+        seconds, same = 0.0, 0
+        for start in range(0, len(self._prompts), self._task.chunk_size):
+            kept = [index for index in listed.kept if start <= index < start + self._task.chunk_size]
+            took, texts = self.write_again(kept)
+            seconds += took
+            same += sum(work.texts[index] == ids for index, ids in texts.items())
+        return {"all": work.seconds["write"], "kept": seconds, "same": same / len(listed.kept) if listed.kept else 1.0}
 
     def _two_phase(self) -> Work:
         probabilities: list[float] = []

@@ -68,7 +68,7 @@ def _measure_arm(task: Task, prompts: Sequence[Prompt], asked: float, tell: Tell
             memory=_allocated_peak(task),
             kv=_kv_capacity(engine, prompts, task),
             quantile_seconds=[bench.write_again(group)[0] for group in groups],
-            kept_seconds=bench.threshold_before_and_after(listed) if two_phase else None,
+            kept_seconds=bench.threshold_before_and_after(listed, work) if two_phase else None,
             engine=engine.describe(),
         ).to_json()
     finally:
