@@ -9,7 +9,7 @@ from pathlib import Path
 from lora_merge.engines.labels import resolve_labels
 from lora_merge.engines.protocol import Engine, GenerationLimits
 from lora_merge.generation.chunk import Job
-from lora_merge.generation.errors import GenerationError
+from lora_merge.generation.errors import GenerationError, NoCertificate
 from lora_merge.generation.files import scan
 from lora_merge.generation.gate import Gate, folder_bytes, open_gate
 from lora_merge.generation.intake import Intake, take_in
@@ -83,7 +83,10 @@ def generate_gated(
             raise GenerationError(f"{target}: lies in the checkpoint's folder and would change it; give an --out elsewhere")
         sink = stack.enter_context(contextlib.closing(Sink.open(target, resume=options.resume)))
         earlier = read_record(target) if sink.holds_rows else None
-        gate = check_gate(model, options.gate, phases)
+        try:
+            gate = check_gate(model, options.gate, phases)
+        except NoCertificate as error:
+            raise NoCertificate(f"{error} (or --allow-ungated to write texts that nobody vouches for)") from None
         say(standing(gate))
         settled = settle(options, gate, earlier)
         certified = gate.certificate.limits.skip_threshold if gate.certificate is not None else options.skip_threshold
@@ -169,7 +172,7 @@ def _check_quarantine(intake: Intake, out: Path, options: GenerateOptions, say: 
     facts = intake.facts
     if facts.quarantined == 0:
         return
-    most = "; ".join(f"{count} x {reason}" for reason, count in intake.reasons[:3])
+    most = " / ".join(map(str, intake.troubles[:3]))
     where = f", see {quarantine_path(out)}" if intake.quarantined else ""
     found = f"{facts.quarantined} of {facts.rows} rows of {facts.path} cannot be used ({most}){where}"
     share = facts.quarantined / facts.rows

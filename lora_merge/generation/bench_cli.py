@@ -86,13 +86,17 @@ def main(
     from lora_merge.generation.bench.api import bench_engines
     from lora_merge.generation.bench.pictures import check_matplotlib, draw
     from lora_merge.generation.bench.report import to_json, to_markdown
+    from lora_merge.generation.errors import Interrupted
     from lora_merge.generation.orphans import no_orphans
 
     if not no_pictures:
         check_matplotlib()
     say = (lambda text: None) if quiet else note
-    with no_orphans():
-        result = bench_engines(model, prompts, out, _options(given), verbose=verbose, say=say)
+    try:
+        with no_orphans():
+            result = bench_engines(model, prompts, out, _options(given), verbose=verbose, say=say)
+    except KeyboardInterrupt:
+        raise Interrupted(f"interrupted; what {out} has measured stays: go on with the same command and --resume") from None
     report = to_json(result)
     folder = Path(out)
     (folder / "engines.json").write_text(json.dumps(report, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -10,6 +11,7 @@ import lora_merge
 from lora_merge.console import note, quiet_libraries, reports_errors, warn
 
 if TYPE_CHECKING:
+    from lora_merge.generation.errors import Interrupted
     from lora_merge.generation.gate import Gate
     from lora_merge.generation.options import GateOptions
     from lora_merge.generation.run import GenerateResult
@@ -111,8 +113,11 @@ def main(context: click.Context, /, output_format: str, quiet: bool, verbose: bo
 
     model, prompts, out = (given.pop(name) for name in ("model", "prompts", "out"))
     options = _options(given)
-    with no_orphans(), shown_phases(quiet=quiet) as phases:
-        result = generate_gated(model, prompts, out, options, phases=phases, say=_Speaker(quiet))
+    try:
+        with no_orphans(), shown_phases(quiet=quiet) as phases:
+            result = generate_gated(model, prompts, out, options, phases=phases, say=_Speaker(quiet))
+    except KeyboardInterrupt:
+        raise _interrupted(Path(out)) from None
     _print_result(result, output_format)
 
 
@@ -143,6 +148,14 @@ def join(parts: tuple[str, ...], out: str, output_format: str) -> None:
     from lora_merge.generation.joining import join_results
 
     _print_result(join_results(parts, out), output_format)
+
+
+def _interrupted(out: Path) -> Interrupted:
+    from lora_merge.generation.errors import Interrupted
+
+    if out.exists() and out.stat().st_size:
+        return Interrupted(f"interrupted; the rows in {out} are whole and stay: go on with the same command and --resume")
+    return Interrupted(f"interrupted before any row was saved in {out}; start again with the same command")
 
 
 class _Speaker:

@@ -1,9 +1,21 @@
-"""The error of this room."""
+"""The errors of this room."""
 
 from __future__ import annotations
 
-from lora_merge.errors import UserError
+from typing import ClassVar
+
+from lora_merge.errors import EXIT_INTERRUPTED, UserError
 
 
 class GenerationError(UserError):
     """A run that must not start, cannot go on, or whose files do not fit together: says which, what was found and what to do."""
+
+
+class NoCertificate(GenerationError):
+    """The checkpoint has no certificate at all."""
+
+
+class Interrupted(UserError):
+    """Somebody stopped the run (Ctrl-C, SIGTERM): says what stays and how to go on."""
+
+    exit_code: ClassVar[int] = EXIT_INTERRUPTED

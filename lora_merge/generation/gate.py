@@ -15,7 +15,7 @@ from typing import Any
 from lora_merge.console import Progress, no_progress
 from lora_merge.engines.labels import DecisionLabels
 from lora_merge.engines.opening import EngineKind
-from lora_merge.generation.errors import GenerationError
+from lora_merge.generation.errors import GenerationError, NoCertificate
 from lora_merge.generation.options import GateOptions
 from verification.errors import VerificationError
 from verification.gate import CheckedCertificate, Policy, certificate_path, check_certificate, folder_files
@@ -95,7 +95,8 @@ def open_gate(model: Path, options: GateOptions, progress: Progress = no_progres
 
     Raises:
         VerificationError: the certificate is missing, did not pass, is of another checkpoint, or a byte of the files changed.
-        GenerationError: as much of a reason, and ``--allow-ungated`` was not given.
+        NoCertificate: it has none, and ``options`` does not allow that.
+        GenerationError: there is no such folder.
     """
     if not model.is_dir():
         raise GenerationError(f"model {model}: no such folder; expected a merged checkpoint, as lora-merge --out makes it")
@@ -104,10 +105,7 @@ def open_gate(model: Path, options: GateOptions, progress: Progress = no_progres
         return Gate(model, _root(folder_files(model, progress)), None, stamps)
     path = Path(options.certificate) if options.certificate is not None else certificate_path(model)
     if not path.is_file():
-        raise GenerationError(
-            f"{model} has no certificate at {path}; run: verify-skip-drift --merged {model} --prompts PROMPTS "
-            "(or --allow-ungated to write texts that nobody vouches for)"
-        )
+        raise NoCertificate(f"{model} has no certificate at {path}; run: verify-skip-drift --merged {model} --prompts PROMPTS")
     policy = Policy(
         max_delta=options.max_delta,
         trusted_key=options.trusted_key,

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections import Counter
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -51,6 +50,24 @@ class PromptsFacts:
         return dict(vars(self))
 
 
+@dataclass
+class Trouble:
+    """Lines that were set aside for one kind of reason.
+
+    Attributes:
+        line: the first of them.
+        reason: the reason of that one; numbers and names in it are its own.
+        lines: how many there are.
+    """
+
+    line: int
+    reason: str
+    lines: int = 1
+
+    def __str__(self) -> str:
+        return f"line {self.line}{f' and {self.lines - 1} more' if self.lines > 1 else ''}: {self.reason}"
+
+
 @dataclass(frozen=True)
 class Intake:
     """One finished intake.
@@ -59,14 +76,14 @@ class Intake:
         facts: of the whole file.
         spool: the accepted prompts of this shard.
         quarantined: lines set aside that are counted to this shard; their file holds exactly these.
-        reasons: how often each kind of reason occurs, over the whole file, the most frequent first.
+        troubles: why lines were set aside, over the whole file, the most frequent kind of reason first.
         sample: accepted prompts evenly spread over the whole file, to check labels after.
     """
 
     facts: PromptsFacts
     spool: PromptSpool
     quarantined: int
-    reasons: tuple[tuple[str, int], ...]
+    troubles: tuple[Trouble, ...]
     sample: tuple[Prompt, ...]
 
 
@@ -114,8 +131,8 @@ def take_in(
         quarantine.unlink(missing_ok=True)
     accepted, rows = tally.accepted, tally.rows
     facts = PromptsFacts(str(prompts.path), prompts.sha256, tally.digest.hexdigest(), rows, accepted, rows - accepted)
-    reasons = tuple(tally.reasons.most_common())
-    return Intake(facts, spool, tally.quarantined_here, reasons, tuple(tally.sample.prompts))
+    troubles = tuple(sorted(tally.troubles.values(), key=lambda trouble: -trouble.lines))
+    return Intake(facts, spool, tally.quarantined_here, troubles, tuple(tally.sample.prompts))
 
 
 def _encoded(item: Prompt | BadRow) -> tuple[Prompt | BadRow, bytes]:
@@ -152,7 +169,7 @@ class _Tally:
     rows: int = 0
     accepted: int = 0
     quarantined_here: int = 0
-    reasons: Counter[str] = field(default_factory=Counter)
+    troubles: dict[str, Trouble] = field(default_factory=dict)
     sample: EvenSample = field(default_factory=EvenSample)
     digest: Any = field(default_factory=hashlib.sha256)
 
@@ -163,7 +180,8 @@ class _Tally:
             self.accepted += 1
             self.sample.add(item)
         else:
-            self.reasons[_kind(item.reason)] += 1
+            known = self.troubles.setdefault(_kind(item.reason), Trouble(item.line, item.reason, 0))
+            known.lines += 1
 
 
 def _kind(reason: str) -> str:

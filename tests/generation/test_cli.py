@@ -14,6 +14,7 @@ from click.testing import CliRunner
 from lora_merge.generation.cli import main
 from lora_merge.generation.settle import CHUNK_WITHOUT_GPU
 from tests.generation.builders import make_prompts, read_rows, write_lines
+from tests.generation.fakes import FakeEngine
 from verification.gate import certificate_path
 
 ROOT = Path(__file__).parents[2]
@@ -88,7 +89,7 @@ def test_rows_set_aside_are_told(checkpoint, tmp_path):
     done = generate(checkpoint, prompts, tmp_path / "r.jsonl", "--max-quarantine", 0.2)
     assert done.exit_code == 0
     assert "set aside 1 of 9 rows" in done.stdout
-    assert "warning: 1 of 9 rows" in done.stderr
+    assert f"warning: 1 of 9 rows of {prompts} cannot be used (line 9: broken JSON: " in done.stderr
 
 
 def test_the_check_for_servers(checkpoint):
@@ -101,6 +102,29 @@ def test_the_check_for_servers(checkpoint):
     done = call("check", "--model", checkpoint)
     assert done.exit_code == 1 and done.stdout == "" and "config.json is missing" in done.stderr
     assert call("check", "--model", checkpoint, "--allow-ungated").exit_code == 2  # there is nothing to allow
+    shutil.rmtree(certificate_path(checkpoint).parent)
+    done = call("check", "--model", checkpoint)
+    assert done.exit_code == 1 and "has no certificate at" in done.stderr and "--allow-ungated" not in done.stderr
+
+
+@pytest.mark.parametrize(("after", "saved"), [(0, 0), (17, 32)])
+def test_an_interrupt_says_how_to_go_on(checkpoint, prompts, tmp_path, monkeypatch, after, saved):
+    class Stopped(FakeEngine):
+        def score(self, prompts, labels, *, progress):
+            if len(self.scored) >= after:
+                raise KeyboardInterrupt
+            return super().score(prompts, labels, progress=progress)
+
+    out = tmp_path / "r.jsonl"
+    monkeypatch.setattr("lora_merge.engines.opening.open_engine", lambda *arguments, **options: Stopped())
+    done = generate(checkpoint, prompts, out, "--chunk-size", 16, "--quiet")
+    assert done.exit_code == 130 and done.stdout == ""
+    assert (len(read_rows(out)) if out.exists() else 0) == saved
+    expected = f"the rows in {out} are whole and stay: go on with the same command and --resume" if saved else "start again"
+    assert len(done.stderr.splitlines()) == 1 and expected in done.stderr
+    monkeypatch.setattr("lora_merge.engines.opening.open_engine", lambda *arguments, **options: FakeEngine())
+    assert generate(checkpoint, prompts, out, "--chunk-size", 16, "--quiet", "--resume").exit_code == 0
+    assert len(read_rows(out)) == 40
 
 
 @pytest.mark.parametrize(

@@ -52,7 +52,12 @@ def test_a_certified_checkpoint_runs_and_its_rows_say_so(checkpoint, prompts):
 
 def test_without_a_certificate(checkpoint, prompts):
     shutil.rmtree(certificate_path(checkpoint).parent)
-    refused(checkpoint, prompts, "has no certificate at .*gate.intoto.json; run: verify-skip-drift", GenerationError)
+    refused(
+        checkpoint,
+        prompts,
+        "has no certificate at .*gate.intoto.json; run: verify-skip-drift.*or --allow-ungated",
+        GenerationError,
+    )
     refused(checkpoint, prompts, "has no certificate at", gate=GateOptions(certificate=checkpoint / "elsewhere.json"))
 
 

@@ -9,7 +9,7 @@ import json
 import pytest
 
 from lora_merge.engines.errors import EngineError
-from lora_merge.engines.prompts import Prompt, read_prompts
+from lora_merge.engines.prompts import Prompt, encode, read_prompts
 from lora_merge.generation.errors import GenerationError
 from lora_merge.generation.files import scan
 from lora_merge.generation.intake import EvenSample, take_in
@@ -76,7 +76,7 @@ def test_good_rows_are_the_tokenizers_and_bad_ones_are_set_aside_with_reasons(to
         assert set(row) == {"line", "reason", "id", "text"}
     assert (intake.facts.rows, intake.facts.accepted, intake.facts.quarantined) == (41, 30, 11)
     assert intake.quarantined == 11
-    assert sum(count for _, count in intake.reasons) == 11
+    assert sum(trouble.lines for trouble in intake.troubles) == 11
     assert sum(steps) == 41
     assert intake.facts.sha256 == hashlib.sha256(path.read_bytes()).hexdigest()
 
@@ -85,8 +85,10 @@ def test_reasons_of_one_trouble_are_counted_together(tokenizer, tmp_path):
     long = [{"id": f"x{n}", "prompt": "leek " * (100 + n)} for n in range(3)]
     twins = [{"id": "p1", "prompt": "a"}, {"id": "p2", "prompt": "b"}]
     intake = take(write_lines(tmp_path / "p.jsonl", [*make_prompts(9), *long, *twins]), tokenizer, tmp_path)
-    assert [count for _, count in intake.reasons] == [3, 2]
-    assert intake.reasons[1][0] == "duplicate id"
+    assert [str(trouble) for trouble in intake.troubles] == [
+        f"line 10 and 2 more: it has {len(encode(tokenizer, 'leek ' * 100 + PREFILL)) + 1} tokens; the model has room for 60",
+        "line 13 and 1 more: duplicate id 'p1': an earlier line has it",
+    ]
 
 
 def test_shards_share_out_good_and_bad_rows_without_rest(tokenizer, tmp_path):
