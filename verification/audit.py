@@ -23,7 +23,7 @@ from numpy.typing import NDArray
 
 from lora_merge.console import Progress, no_progress
 from lora_merge.merging.checkpoint import read_checkpoint
-from lora_merge.merging.dtypes import FLOATING, DType
+from lora_merge.merging.dtypes import FLOATING
 from lora_merge.merging.errors import MergeError
 from lora_merge.merging.folders import ModelFolder
 from lora_merge.merging.names import NameMap
@@ -32,6 +32,7 @@ from lora_merge.merging.plan import MergePlan, TensorPlan
 from lora_merge.merging.safetensors_file import TensorInfo
 from verification.checks import Check, Outcome
 from verification.histories import (
+    EDITED,
     EXPECTED,
     OTHER_SCALE,
     ROUNDED_TWICE,
@@ -39,22 +40,24 @@ from verification.histories import (
     base_operations,
     other_histories,
 )
-from verification.weight_reader import TensorReader, norm, read_bytes, rounded
+from verification.weight_reader import TensorReader, Tolerance, norm, read_bytes, rounded
 
 AUDIT_CHECK = "weights"
 NEAR = 0.3
 """Distance up to which another history explains a weight."""
 _FEW = 0.01
-"""Share of elements that may lie beyond rounding: CPU and CUDA disagree on that few scales of double quantization, or FP4
-codes.
+"""Share of elements that may lie beyond rounding where the base goes through 4 bit: CPU and CUDA disagree on that few scales of
+double quantization, or FP4 codes. None may lie beyond what such a disagreement can do.
 """
 _CLEAR = 0.002
 """Distance from which on no other history is tried: sums rounded by way of float32 differ from those rounded once by about
 that.
 """
 _SAME_SCALE = 0.02
-_EPSILON = {"F32": 2.0**-23, "F16": 2.0**-10, "BF16": 2.0**-7}
-_SMALLEST = {"F32": 2.0**-126, "F16": 2.0**-14, "BF16": 2.0**-126}
+_SOME = 0.1
+"""Share of elements that differ up to which the others show that it was merged as planned, and edited."""
+_NOT_MUCH = 0.1
+"""Distance that all elements beyond rounding may make together."""
 
 
 @dataclass(frozen=True)
@@ -92,7 +95,8 @@ class WeightAudit:
         method: of the plan: ``from-4bit`` or ``original-weights``.
         tensors: in the order of the plan.
         missing: planned tensors that the checkpoint lacks.
-        unknown: tensors of the checkpoint that are no part of the plan.
+        unknown: tensors of the checkpoint that are no part of the plan, and weight files that are no part of the checkpoint: some
+            engines read every one they find.
     """
 
     method: str
@@ -107,7 +111,8 @@ class WeightAudit:
         worst = max((tensor.distance for tensor in self.tensors), default=0.0)
         if self.missing or self.unknown:
             names, state = (self.missing, "missing") if self.missing else (self.unknown, "no part of the merge")
-            return Check(AUDIT_CHECK, Outcome.FAILED, f"{len(names)} tensors are {state}, {names[0]} first", _finite(worst))
+            counted = "1 tensor or file is" if len(names) == 1 else f"{len(names)} tensors or files are"
+            return Check(AUDIT_CHECK, Outcome.FAILED, f"{counted} {state}, {names[0]} first", _finite(worst))
         if wrong:
             kinds = Counter(tensor.history for tensor in wrong).most_common()
             told = ", ".join(f"{count}: {kind}" for kind, count in kinds[:3])
@@ -147,9 +152,11 @@ def audit_weights(plan: MergePlan, merged: Path, progress: Progress = no_progres
     present = [(tensor, found[name]) for tensor, name in pairs if name is not None]
     missing = tuple(tensor.name for tensor, name in pairs if name is None)
     unknown = sorted(set(found) - {name for _, name in pairs if name is not None})
+    read = {tensor.path.resolve() for tensor in found.values()}
+    strays = sorted(path.name for path in merged.glob("*.safetensors") if path.resolve() not in read)
     with ThreadPoolExecutor(jobs or os.cpu_count() or 1) as pool:
         tensors = tuple(pool.map(lambda pair: _audit(pair[0], pair[1], progress), present))
-    return WeightAudit(plan.method, tensors, missing, tuple(_beyond_copies(unknown, found)))
+    return WeightAudit(plan.method, tensors, missing, (*_beyond_copies(unknown, found), *strays))
 
 
 def _finite(value: float) -> float | None:
@@ -205,21 +212,35 @@ def _explain(tensor: TensorPlan, reader: TensorReader, differing: float, error: 
         # The fit has a free parameter; it must beat the others, not just equal them.
         candidates[OTHER_SCALE] = norm(weight - fitted) + 1e-3 * change
     nearest = min(candidates, key=candidates.__getitem__)
-    if nearest in (EXPECTED, ROUNDED_TWICE):
-        nearest = nearest if _is_rounding(weight, expected, expected - base_of_update, reader.dtype) else UNEXPLAINED
-    elif candidates[nearest] > NEAR * change:
-        nearest = UNEXPLAINED
-    if nearest == OTHER_SCALE and scale is not None:
-        nearest = f"{OTHER_SCALE}: {scale:.3g} times"
     # The distance is of the whole tensor; only the change's norm is scaled up from the sample.
     whole_change = change * math.sqrt(reader.elements / weight.size)
-    return TensorAudit(tensor.name, nearest, math.sqrt(error) / whole_change, differing, scale)
+    distance = math.sqrt(error) / whole_change
+    if nearest in (EXPECTED, ROUNDED_TWICE):
+        if not _is_rounding(tensor, reader, whole_change):
+            nearest = EDITED if candidates[nearest] <= NEAR * change else UNEXPLAINED
+    elif candidates[nearest] > NEAR * change:
+        nearest = UNEXPLAINED
+    if nearest == UNEXPLAINED and differing <= _SOME:
+        nearest = EDITED
+    if nearest == OTHER_SCALE and scale is not None:
+        nearest = f"{OTHER_SCALE}: {scale:.3g} times"
+    return TensorAudit(tensor.name, nearest, distance, differing, scale)
 
 
-def _is_rounding(weight: NDArray[np.float64], expected: NDArray[np.float64], update: NDArray[np.float64], dtype: DType) -> bool:
-    """Whether rounding alone can lie between the two: of the sum, and of an update that was computed in as few digits."""
-    spacing = np.maximum(np.abs(expected), _SMALLEST[dtype.name]) * _EPSILON[dtype.name]
-    return float((np.abs(weight - expected) > 1.5 * spacing + np.abs(update) / 64).mean()) <= _FEW
+def _is_rounding(tensor: TensorPlan, reader: TensorReader, change: float) -> bool:
+    """Whether rounding alone lies between the tensor and the plan, over all of its elements and not only the sampled ones.
+
+    ``change``: the norm of the adapter's change, of the whole tensor.
+    """
+    if not tensor.operations:
+        return False  # there is nothing to round in a copy
+    base = base_operations(tensor)
+    beyond, error = 0, 0.0
+    for outside, squared, far in reader.beyond(tensor.operations, base, Tolerance(quantized=bool(base))):
+        beyond, error = beyond + outside, error + squared
+        if far or beyond > _FEW * reader.elements or error > (_NOT_MUCH * change) ** 2:
+            return False
+    return True
 
 
 def _unchanged(

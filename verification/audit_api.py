@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Literal
@@ -75,9 +76,18 @@ def audit_merge(
     try:
         sources = find_sources(folder, options.sources, None, several_adapters=True)
         plan = merge_plan(sources, options.method, trust_remote_code=options.trust_remote_code)
-        return AuditResult(audit_weights(plan, folder, progress, options.jobs), sources.findings)
+        findings = (*sources.findings, *_method_findings(sources, options.method))
+        return AuditResult(audit_weights(plan, folder, progress, options.jobs), findings)
     except MergeError as error:
         raise Inconclusive(str(error)) from error
+
+
+def _method_findings(sources: Sources, method: Method) -> Iterator[Check]:
+    """A method given by hand, against what the training run recorded."""
+    if method == "original-weights" and (sources.prequantized or sources.recipe_origin == "adapter"):
+        recipe = "4-bit weights" if sources.recipe is None else sources.recipe.describe()
+        reason = f"--method original-weights, but the adapter was trained through {recipe}: as planned is not as trained here"
+        yield Check("method", Outcome.WARNED, reason)
 
 
 def merge_plan(sources: Sources, method: Method = "auto", *, trust_remote_code: bool = False) -> MergePlan:

@@ -29,6 +29,7 @@ THROUGH_4BIT = "merged through a 4-bit base"
 UNTOUCHED = "the base's original weights"
 QUANTIZED_AGAIN = "quantized again after the merge"
 OTHER_SCALE = "another scale of the adapter"
+EDITED = "as planned, but some values are others"
 UNEXPLAINED = "none of the known mistakes"
 
 _ROUND_TRIPS = (RoundTrip, TransposedRoundTrip)

@@ -29,7 +29,17 @@ from verification.audit_api import AuditOptions, AuditResult, audit_merge
 from verification.audit_cli import main
 from verification.checks import Outcome
 from verification.errors import Inconclusive
-from verification.histories import DOUBLED, EXPECTED, NAIVE, OMITTED, QUANTIZED_AGAIN, ROUNDED_TWICE, UNEXPLAINED, UNTOUCHED
+from verification.histories import (
+    DOUBLED,
+    EDITED,
+    EXPECTED,
+    NAIVE,
+    OMITTED,
+    QUANTIZED_AGAIN,
+    ROUNDED_TWICE,
+    UNEXPLAINED,
+    UNTOUCHED,
+)
 from verification.sources import SourceOptions
 
 RECIPE = {"quant_type": "nf4", "double_quant": True, "block_size": 64, "quant_dtype": "bfloat16"}
@@ -226,6 +236,37 @@ def test_a_copied_tensor_that_changed_is_found(base: Path, adapter: Path, right:
         assert [tensor.name for tensor in found] == [name]
 
 
+@pytest.mark.parametrize("method", ["from-4bit", "original-weights"])
+def test_a_few_edited_values_are_found(base: Path, adapter: Path, right: Path, tmp_path: Path, method: str) -> None:
+    """Wherever they lie, and however few: one row of an embedding, a few weights of a matrix, one weight."""
+    source = right if method == "from-4bit" else merge(base, adapter, tmp_path / "naive").out
+
+    def one_row(tensor: torch.Tensor) -> None:
+        tensor[-1] = tensor[3]
+
+    def few(tensor: torch.Tensor) -> None:
+        tensor.view(-1)[::200] = 0
+
+    def one(tensor: torch.Tensor) -> None:
+        tensor[-1, -1] += 4 * tensor.abs().max()
+
+    edits = [("model.embed_tokens.weight", one_row), ("model.layers.1.mlp.down_proj.weight", few)]
+    edits += [("model.layers.0.self_attn.v_proj.weight", one), ("lm_head.weight", one)]
+    for index, (name, edit) in enumerate(edits):
+
+        def change(other: str, tensor: torch.Tensor, name: str = name, edit: Any = edit) -> torch.Tensor:
+            edited = tensor.clone()
+            if other == name:
+                edit(edited)
+            return edited
+
+        result = audit(change_tensors(source, tmp_path / str(index), change), base, adapter, method)
+        found = [tensor for tensor in result.audit.tensors if not tensor.as_planned]
+        assert [(tensor.name, tensor.history) for tensor in found] == [(name, EDITED)], name
+        assert 0 < found[0].differing < 0.01
+        assert result.outcome is Outcome.FAILED
+
+
 def test_broken_tensors_are_found(base: Path, adapter: Path, right: Path, tmp_path: Path) -> None:
     name = "model.layers.0.self_attn.q_proj.weight"
 
@@ -246,7 +287,7 @@ def test_missing_and_unknown_tensors_are_found(base: Path, adapter: Path, right:
     name = "model.layers.0.self_attn.q_proj.weight"
     missing = audit(change_tensors(right, tmp_path / "a", lambda other, tensor: None if other == name else tensor), base, adapter)
     assert missing.audit.missing == (name,)
-    assert "1 tensors are missing" in missing.audit.check().detail
+    assert "1 tensor or file is missing" in missing.audit.check().detail
     shutil.copytree(right, tmp_path / "b")
     save_file({**load_file(right / "model.safetensors"), "stray.weight": torch.ones(2)}, tmp_path / "b" / "model.safetensors")
     unknown = audit(tmp_path / "b", base, adapter)
