@@ -20,14 +20,15 @@ from lora_merge.merging.modules import RULE
 from lora_merge.merging.names import neutral
 from lora_merge.merging.quantization import QuantRecipe
 from lora_merge.merging.recipes import recipe_of
+from verification.dequantized import dequantized_floor, score_dequantized
 from verification.errors import Inconclusive
 from verification.measurement import NoiseFloor
-from verification.prepare import Prepared, sample_of
-from verification.reference import Reference, record_reference
+from verification.prepare import Prepared
+from verification.reference import record_reference
+from verification.reference_file import Reference
+from verification.sampling import SAMPLE, sample_of
 from verification.sources import Sources
 
-SAMPLE = 100
-"""Prompts of the control and of each noise floor: enough to tell, few enough for a CPU."""
 SMALL_BATCH = 8
 
 
@@ -115,7 +116,7 @@ def live_reference(
     base, adapter = sources.base.path, sources.adapter.path
     prompts, sample = prepared.prompts, sample_of(prepared.prompts, SAMPLE)
     rounds = 2 if record_to is not None else 1
-    with stages.stage("QLoRA reference", rounds * len(prompts) + 2 * len(sample)) as progress:
+    with stages.stage("QLoRA reference", rounds * len(prompts) + 3 * len(sample)) as progress:
         model: Any = load_causal_model(
             base,
             dtype="bfloat16",
@@ -132,10 +133,13 @@ def live_reference(
         if record_to is not None:
             tokenizer = load_tokenizer(base, trust_remote_code=options.trust_remote_code)
             reference = _record(model, tokenizer, prepared, record_to, adapter, progress)
-            scores, floors = list(reference.scores), () if reference.noise_floor is None else (reference.noise_floor,)
+            scores, floors = list(reference.scores), reference.measured_floors
         else:
+            dequantized = score_dequantized(model, sample, prepared.labels, engine.batch_size, progress)
             scores = engine.score(prompts, prepared.labels, progress=progress)
+            by_kernel = dequantized_floor(scores, dequantized)
             floors = (_small_batches(engine, "the reference", prompts, scores, prepared.labels, progress),)
+            floors += () if by_kernel is None else (by_kernel,)
         with model.disable_adapter():
             control = engine.score(sample, prepared.labels, progress=progress)
         del model
@@ -157,9 +161,9 @@ def recorded_reference(reference: Reference, prepared: Prepared) -> Arm:
         "base": reference.model["name"],
         "adapter": None if reference.adapter is None else reference.adapter["root"],
         "recorded": True,
+        "sha256": reference.sha256,
     }
-    floors = () if reference.noise_floor is None else (reference.noise_floor,)
-    return Arm(tuple(scores[prompt.id] for prompt in prepared.prompts), facts, floors)
+    return Arm(tuple(scores[prompt.id] for prompt in prepared.prompts), facts, reference.measured_floors)
 
 
 def control_arm(prepared: Prepared, sources: Sources, options: EngineOptions, stages: Stages) -> Arm:

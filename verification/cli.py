@@ -134,9 +134,13 @@ def main(context: click.Context, /, output_format: str, quiet: bool, verbose: bo
         raise click.UsageError("--reference and --record-reference exclude each other: one is read instead of the other written")
     quiet_libraries(verbose)
     from verification.api import verify_skip_drift
+    from verification.errors import Interrupted
 
     options = _verify_options(settings)
-    verdict = verify_skip_drift(settings["merged"], settings["prompts"], options, _terminal_stages(quiet))
+    try:
+        verdict = verify_skip_drift(settings["merged"], settings["prompts"], options, _terminal_stages(quiet))
+    except KeyboardInterrupt:
+        raise Interrupted("interrupted before there was a verdict: nothing is certified; run it again") from None
     _finish(verdict, output_format)
 
 

@@ -21,7 +21,7 @@ from verification.measurement import ARMS, Conditions, Measurement, Measurements
 from verification.strict_json import canonical, expect_keys, strict_loads
 
 FORMAT = "lora-merge/drift"
-VERSION = 1
+VERSION = 2
 ORIGINS = ("reference", "adapter", "base", "flags", "manifest", "assumed")
 
 _HEADER = {
@@ -39,6 +39,8 @@ _HEADER = {
 }
 _PROMPTS = {"source", "total", "scored", "seed", "token_ids_sha256"}
 _FLOOR = {"source", "prompts", "mean_abs_delta", "max_abs_delta", "flips"}
+_ROOT = "root_with_manifest"
+"""The merge manifest has a root digest too, of all files but itself."""
 _SCORE = {"log_p_skip", "log_p_write", "argmax"}
 
 
@@ -90,7 +92,7 @@ def _header(conditions: Conditions) -> dict[str, Any]:
         "arms": {arm: dict(facts) for arm, facts in conditions.arms.items()},
         "recipe": conditions.recipe,
         "recipe_origin": conditions.recipe_origin,
-        "merged": {"files": dict(conditions.merged_files), "root": conditions.merged_root},
+        "merged": {"files": dict(conditions.merged_files), _ROOT: conditions.merged_root},
         "noise_floors": [floor.to_json() for floor in conditions.noise_floors],
         "findings": [finding.to_json() for finding in conditions.findings],
     }
@@ -111,7 +113,7 @@ def _read_header(value: Any, where: str) -> Conditions:
         )
     header = expect_keys(value, _HEADER, where)
     prompts = expect_keys(header["prompts"], _PROMPTS, f"{where}: prompts")
-    merged = expect_keys(header["merged"], {"files", "root"}, f"{where}: merged")
+    merged = expect_keys(header["merged"], {"files", _ROOT}, f"{where}: merged")
     floors = header["noise_floors"]
     well_typed = (
         isinstance(header["prefill"], str)
@@ -134,7 +136,7 @@ def _read_header(value: Any, where: str) -> Conditions:
         recipe=header["recipe"],
         recipe_origin=header["recipe_origin"],
         merged_files=merged["files"],
-        merged_root=merged["root"],
+        merged_root=merged[_ROOT],
         noise_floors=tuple(_read_floor(floor, f"{where}: noise floor") for floor in floors),
         findings=tuple(Check.from_json(finding) for finding in header["findings"]),
     )

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, ClassVar
 
-from lora_merge.errors import EXIT_INCONCLUSIVE, UserError
+from lora_merge.errors import EXIT_INCONCLUSIVE, EXIT_INTERRUPTED, UserError
 
 if TYPE_CHECKING:
     from verification.checks import Check
@@ -26,3 +26,9 @@ class Inconclusive(UserError):
     def __init__(self, message: str, checks: Sequence[Check] = ()) -> None:
         super().__init__(message)
         self.checks = tuple(checks)
+
+
+class Interrupted(UserError):
+    """Somebody stopped the run (Ctrl-C, SIGTERM) before there was a verdict."""
+
+    exit_code: ClassVar[int] = EXIT_INTERRUPTED

@@ -141,5 +141,7 @@ def _flip_rate(name: str, flipped: Mask, limit: float, different: Mask) -> Check
     if bound <= limit:
         return Check(name, PASSED, found, flips / size, bound, limit)
     if flips / size <= limit < statistics.rate_bounds(0, int(different.sum()))[1]:
-        return Check(name, INCONCLUSIVE, f"{found}: with so few prompts not even 0 flips would pass", flips / size, bound, limit)
+        needed = statistics.prompts_without_a_hit(limit)
+        reason = f"{found}: with so few prompts not even 0 flips would pass; at least {needed:,} are needed"
+        return Check(name, INCONCLUSIVE, reason, flips / size, bound, limit)
     return Check(name, FAILED, found, flips / size, bound, limit)

@@ -22,7 +22,8 @@ def check_live_adapter(model: nn.Module, adapter_dir: str | os.PathLike[str]) ->
     The dtype may be wider in memory (PEFT loads a bfloat16 adapter as float32); the values may not differ.
 
     Raises:
-        VerificationError: the model carries no adapter or several, the folder holds none, or a tensor differs; names the tensor.
+        VerificationError: the model carries no adapter, several, or one that is switched off, the folder holds none, or a tensor
+            differs; names the tensor.
     """
     from peft import PeftModel, get_peft_model_state_dict
     from safetensors.torch import load_file
@@ -34,6 +35,9 @@ def check_live_adapter(model: nn.Module, adapter_dir: str | os.PathLike[str]) ->
     active = model.active_adapters
     if len(active) != 1:
         raise VerificationError(f"adapters {active} are active; expected exactly one to compare with {adapter_dir}")
+    silent = next((name for name, module in model.named_modules() if getattr(module, "disable_adapters", False) is True), None)
+    if silent is not None:
+        raise VerificationError(f"the adapter is switched off in the live model ({silent}); enable it, then record")
     path = Path(adapter_dir) / "adapter_model.safetensors"
     if not path.is_file():
         raise VerificationError(f"{path}: no such file; save the adapter there first")

@@ -89,7 +89,7 @@ def _measure(
     for check in known:
         if check.outcome is Outcome.INCONCLUSIVE:
             raise Inconclusive(check.detail, known)
-    audited = _audit(merged, sources, stages, trust_remote_code=trust) if options.audit else ()
+    audited = _audit(merged, sources, options, stages)
     arms: dict[str, Arm] = {}
     if recorded is not None:
         arms["reference"] = recorded_reference(recorded, prepared)
@@ -122,10 +122,13 @@ def _measure(
     return _joined(conditions, prepared, arms)
 
 
-def _audit(merged: Path, sources: Sources, stages: Stages, *, trust_remote_code: bool) -> tuple[Check, ...]:
-    """The weight audit as a finding; none where a recorded reference makes do without base or adapter."""
-    if sources.base is None or sources.adapter is None:
-        return ()
+def _audit(merged: Path, sources: Sources, options: MeasureOptions, stages: Stages) -> tuple[Check, ...]:
+    """The weight audit as a finding; a warning where there is none, because output drift does not see every mistake."""
+    trust_remote_code = options.engine.trust_remote_code
+    absent = [role for role, folder in (("base", sources.base), ("adapter", sources.adapter)) if folder is None]
+    if not options.audit or absent:
+        reason = f"no {' and no '.join(absent)} on this machine" if options.audit else "--no-audit"
+        return (Check(AUDIT_CHECK, Outcome.WARNED, f"no weight was held against base and adapter ({reason})"),)
     try:
         plan = merge_plan(sources, trust_remote_code=trust_remote_code)
     except (MergeError, Inconclusive) as error:

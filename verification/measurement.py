@@ -22,6 +22,8 @@ from verification.errors import Inconclusive
 
 ARMS = ("reference", "merged", "base", "reference_float32", "merged_float32")
 DECISIONS = ("skip", "write", "other")
+DEQUANTIZED = "the reference against its dequantized base with the unmerged adapter"
+"""The source of the noise floor that bitsandbytes' kernels make."""
 _LONGEST_FIELD = 200
 
 
@@ -195,21 +197,21 @@ def pair(prompts: Sequence[Prompt], arms: Mapping[str, Sequence[DecisionScore]])
     )
 
 
-def match_token_ids(prompts: Sequence[Prompt], recorded: Mapping[str, str], *, sampled: bool = False) -> None:
+def match_token_ids(prompts: Sequence[Prompt], recorded: Mapping[str, str]) -> None:
     """Make sure that a recorded reference answered exactly these prompts.
 
-    ``recorded``: id -> digest of the token ids that were scored. ``sampled``: the prompts are a sample, so it may hold more.
+    ``recorded``: id -> digest of the token ids that were scored.
 
     Raises:
         Inconclusive: an id is missing on one side, or the token ids of one differ.
     """
     own = {prompt.id: token_ids_sha256(prompt) for prompt in prompts}
-    hint = "give the prompts it was recorded on"
+    hint = "give the prompts it was recorded on (--num-prompts takes a sample of them)"
     absent = [id for id in own if id not in recorded]
     if absent:
         raise Inconclusive(f"the reference has no score for {len(absent)} of {len(own)} prompts, {absent[0]!r} first; {hint}")
     extra = [id for id in recorded if id not in own]
-    if extra and not sampled:
+    if extra:
         raise Inconclusive(f"the reference has {len(extra)} prompts that the prompt file lacks, {extra[0]!r} first; {hint}")
     changed = [id for id, digest in own.items() if recorded[id] != digest]
     if changed:

@@ -9,11 +9,13 @@ import numpy as np
 from verification import statistics, summary
 from verification.checks import Check, Outcome
 from verification.limits import Limits
-from verification.measurement import ARMS, Measurements
+from verification.measurement import ARMS, DEQUANTIZED, Measurements
 from verification.summary import Comparison
 
 LEAST_LABEL_MASS = 0.5
 USUAL_LABEL_MASS = 0.95
+_SAME = 1e-6
+"""Skip probabilities this close together are the same answer."""
 
 PASSED, WARNED, INCONCLUSIVE = Outcome.PASSED, Outcome.WARNED, Outcome.INCONCLUSIVE
 
@@ -21,6 +23,7 @@ PASSED, WARNED, INCONCLUSIVE = Outcome.PASSED, Outcome.WARNED, Outcome.INCONCLUS
 def preconditions(measurements: Measurements, limits: Limits) -> Iterator[Check]:
     """Those that follow from the scores; the others were settled before scoring and are among the findings."""
     yield _label_mass(measurements)
+    yield _spread(measurements, limits.max_delta)
     yield _noise_floor(measurements, limits.max_delta)
     yield _control(measurements, limits)
     yield from _accuracy(measurements)
@@ -54,6 +57,22 @@ def _label_mass(measurements: Measurements) -> Check:
     return Check("label-mass", PASSED, found, mean, None, USUAL_LABEL_MASS)
 
 
+def _spread(measurements: Measurements, limit: float) -> Check:
+    """A reference that says the same of every prompt cannot tell a merge that reads its prompts from one that does not."""
+    name, probability = "reference-spread", measurements.arrays("reference").skip_probability
+    apart = np.abs(probability - np.median(probability))
+    spread, floors = float(apart.mean()), measurements.conditions.noise_floors
+    noise = max((floor.mean_abs_delta for floor in floors), default=0.0)
+    found = f"the reference's skip probabilities lie {spread:.4f} from their median on average"
+    if spread <= max(noise, _SAME):
+        reason = f"{found}, no farther than arithmetic moves them: it says the same of every prompt; check prompts and reference"
+        return Check(name, INCONCLUSIVE, reason, spread, None, noise)
+    if statistics.is_surely_above(apart, limit):
+        return Check(name, PASSED, found, spread, None, limit)
+    reason = f"{found}, not surely above the limit {limit:g}: a merge that says the same of every prompt could pass"
+    return Check(name, WARNED, f"{reason}; give prompts that it decides both ways, or lower --max-delta", spread, None, limit)
+
+
 def _noise_floor(measurements: Measurements, limit: float) -> Check:
     floors = measurements.conditions.noise_floors
     if not floors:
@@ -62,12 +81,15 @@ def _noise_floor(measurements: Measurements, limit: float) -> Check:
         )
     floor = max(floors, key=lambda entry: entry.mean_abs_delta)
     found = f"arithmetic alone moves the mean |delta| by {floor.mean_abs_delta:.4f} ({floor.source}, {floor.prompts} prompts)"
+    quantized = measurements.conditions.recipe is not None or measurements.conditions.recipe_origin == "base"
+    lacking = f" (not measured: {DEQUANTIZED})" if quantized and all(entry.source != DEQUANTIZED for entry in floors) else ""
     if floor.mean_abs_delta >= limit:
         reason = (
             f"{found}; the limit {limit:g} is not above it, so no verdict is possible: raise --max-delta, or measure in float32"
+            + lacking
         )
         return Check("noise-floor", INCONCLUSIVE, reason, floor.mean_abs_delta, None, limit)
-    return Check("noise-floor", PASSED, found, floor.mean_abs_delta, None, limit)
+    return Check("noise-floor", PASSED, found + lacking, floor.mean_abs_delta, None, limit)
 
 
 def _control(measurements: Measurements, limits: Limits) -> Check:

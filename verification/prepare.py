@@ -17,7 +17,8 @@ from lora_merge.engines.prompts import DEFAULT_PREFILL, Prompt, read_prompt_rows
 from verification.checks import Check, Outcome
 from verification.errors import Inconclusive
 from verification.measurement import match_token_ids
-from verification.reference import Reference
+from verification.reference_file import Reference
+from verification.sampling import sample_of
 from verification.sources import Sources
 
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "spiece.model", "vocab.txt")
@@ -93,9 +94,9 @@ def prepare(
         )
     chosen = _sample(made, options)
     if reference is not None:
-        match_token_ids(chosen, reference.token_ids_sha256, sampled=len(chosen) < len(made))
+        match_token_ids(made, reference.token_ids_sha256)  # all, so that no sample can be of prompts that were picked for it
         findings: tuple[Check, ...] = (
-            Check("token-ids", Outcome.PASSED, f"the reference answered these very {len(chosen)} prompts"),
+            Check("token-ids", Outcome.PASSED, f"the reference answered these very {len(made)} prompts"),
         )
     else:
         findings = tuple(_tokenizer_findings(chosen, sources, prompts, prefill, trust_remote_code))
@@ -107,16 +108,6 @@ def prepare(
         "token_ids_sha256": token_ids_digest(chosen),
     }
     return Prepared(tuple(chosen), labels, prefill, about, (*findings, *tied_head_findings(merged)))
-
-
-def sample_of(prompts: Sequence[Prompt], size: int, seed: int = 0) -> list[Prompt]:
-    """A seeded sample of ``size`` prompts without repetition, in their order; all of them when there are no more."""
-    import numpy as np
-
-    if size >= len(prompts):
-        return list(prompts)
-    places = np.sort(np.random.default_rng(seed).choice(len(prompts), size, replace=False))
-    return [prompts[int(place)] for place in places]
 
 
 def tied_head_findings(folder: Path) -> Iterator[Check]:

@@ -8,105 +8,33 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from lora_merge.console import Progress, no_progress
 from lora_merge.engines.batching import equal_length_batches
-from lora_merge.engines.errors import EngineError
 from lora_merge.engines.labels import DecisionLabels, resolve_labels
 from lora_merge.engines.prompts import (
     DEFAULT_PREFILL,
     Prompt,
     read_prompt_rows,
     rows_from_mappings,
-    token_ids_digest,
     token_ids_sha256,
     tokenize,
 )
 from lora_merge.engines.scores import DecisionScore
 from lora_merge.merging.digests import adapter_digests, root_digest
-from lora_merge.merging.errors import MergeError
-from lora_merge.merging.quantization import QuantRecipe
-from verification.checks import is_number
+from verification.dequantized import dequantized_floor, score_dequantized
 from verification.errors import VerificationError
 from verification.measurement import NoiseFloor
-from verification.strict_json import canonical, expect_keys, strict_loads
+from verification.reference_file import Reference as Reference
+from verification.reference_file import read_reference as read_reference
+from verification.reference_file import write_reference
+from verification.sampling import SAMPLE, sample_of
 
 if TYPE_CHECKING:
     from torch import nn
     from transformers import PreTrainedTokenizerBase
-
-FORMAT = "lora-merge/reference"
-VERSION = 1
-
-_HEADER = {
-    "format",
-    "version",
-    "model",
-    "adapter",
-    "recipe",
-    "dtypes",
-    "environment",
-    "labels",
-    "prefill",
-    "prompts",
-    "noise_floor",
-}
-_ROW = {"id", "token_ids_sha256", "log_p_skip", "log_p_write", "argmax", "skip_probability", "label_mass"}
-_FLOOR = {"source", "prompts", "mean_abs_delta", "max_abs_delta", "flips"}
-_ROUNDING = 1e-9
-
-
-@dataclass(frozen=True)
-class Reference:
-    """A recorded reference, as the file says it.
-
-    Attributes:
-        model: ``{"name", "revision", "type"}`` of the base: hub id or folder as it was loaded, commit or null, model type.
-        adapter: ``{"files": {name: SHA-256}, "root"}`` of the adapter that was live, or null where none was named.
-        recipe: how the base was quantized, read from the live layers; null for a model without 4-bit layers.
-        dtypes: ``{"embedding", "adapter", "compute"}``, each a dtype name or null.
-        environment: library versions, device, attention, batch size.
-        labels: the decision labels and their token ids.
-        prefill: text between prompt and decision.
-        scores: one a prompt, in the order of recording.
-        token_ids_sha256: prompt id -> digest of the token ids that were scored.
-        noise_floor: how far the same model moved in another batch shape; null when that was not measured.
-    """
-
-    model: Mapping[str, Any]
-    adapter: Mapping[str, Any] | None
-    recipe: QuantRecipe | None
-    dtypes: Mapping[str, Any]
-    environment: Mapping[str, Any]
-    labels: DecisionLabels
-    prefill: str
-    scores: tuple[DecisionScore, ...]
-    token_ids_sha256: Mapping[str, str]
-    noise_floor: NoiseFloor | None
-
-    @property
-    def token_ids_digest(self) -> str:
-        """One digest of all token ids, whatever the order of the prompts."""
-        return token_ids_digest(self.token_ids_sha256)
-
-    def header(self) -> dict[str, Any]:
-        """The first line of the file."""
-        return {
-            "format": FORMAT,
-            "version": VERSION,
-            "model": dict(self.model),
-            "adapter": None if self.adapter is None else dict(self.adapter),
-            "recipe": None if self.recipe is None else self.recipe.to_json(),
-            "dtypes": dict(self.dtypes),
-            "environment": dict(self.environment),
-            "labels": self.labels.to_json(),
-            "prefill": self.prefill,
-            "prompts": {"count": len(self.scores), "token_ids_sha256": self.token_ids_digest},
-            "noise_floor": None if self.noise_floor is None else self.noise_floor.to_json(),
-        }
 
 
 def record_reference(
@@ -121,6 +49,7 @@ def record_reference(
     write_label: str = "write",
     batch_size: int = 32,
     second_batch_size: int | None = 8,
+    dequantized_sample: int = SAMPLE,
     progress: Progress = no_progress,
 ) -> Reference:
     """Score ``prompts`` with the live model and write the reference to ``out_path``, which appears complete or not at all.
@@ -142,6 +71,8 @@ def record_reference(
         skip_label, write_label: the two answers, each one token after the prefill.
         batch_size: prompts a batch.
         second_batch_size: another batch size, scored too, to measure how far the numbers move by themselves; None to leave out.
+        dequantized_sample: prompts that are also scored with the base dequantized and the adapter unmerged, to measure how far
+            bitsandbytes' kernels move the numbers; 0 to leave out. Left out too where bitsandbytes has repacked its weights.
         progress: told of prompts scored.
 
     Raises:
@@ -165,6 +96,8 @@ def record_reference(
     recipe = recipe_of(model)  # before any forward: a repacked layer no longer tells
     engine = TransformersEngine.from_model(model, tokenizer, batch_size=batch_size)
     described = engine.describe()
+    sample = sample_of(made, dequantized_sample)
+    dequantized = score_dequantized(model, sample, labels, batch_size, progress) if sample else None
     scores = engine.score(made, labels, progress=progress)
     reference = Reference(
         model=_base_facts(model),
@@ -181,53 +114,12 @@ def record_reference(
         prefill=prefill,
         scores=tuple(scores),
         token_ids_sha256={prompt.id: token_ids_sha256(prompt) for prompt in made},
-        noise_floor=_noise_floor(model, made, labels, scores, batch_size, second_batch_size, progress),
+        noise_floors={
+            "batch_shape": _batch_shape_floor(model, made, labels, scores, batch_size, second_batch_size, progress),
+            "dequantized": dequantized_floor(scores, dequantized),
+        },
     )
-    _write(reference, Path(out_path))
-    return reference
-
-
-def read_reference(path: str | os.PathLike[str]) -> Reference:
-    """Read what :func:`record_reference` wrote.
-
-    Raises:
-        VerificationError: the file cannot be read, is cut short, or a line is not as the format says; the message names the line.
-    """
-    try:
-        text = Path(path).read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise VerificationError(f"{path}: cannot be read: {error}") from error
-    if not text.endswith("\n"):
-        raise VerificationError(f"{path}: its last line is cut short or it is empty; record the reference again")
-    lines = text[:-1].split("\n")
-    try:
-        header = _read_header(strict_loads(lines[0], f"{path} line 1"), f"{path} line 1")
-        labels = DecisionLabels.from_json(header["labels"])
-        recipe = None if header["recipe"] is None else QuantRecipe.from_json(header["recipe"])
-        rows = [
-            _read_row(strict_loads(line, f"{path} line {number}"), labels, f"{path} line {number}")
-            for number, line in enumerate(lines[1:], start=2)
-        ]
-    except (EngineError, MergeError) as error:
-        raise VerificationError(f"{path}: {error}") from error
-    digests = {score.id: digest for score, digest in rows}
-    count = header["prompts"]["count"]
-    if len(rows) != count or len(digests) != count:
-        raise VerificationError(f"{path}: holds {len(rows)} prompts with {len(digests)} different ids; its header says {count}")
-    reference = Reference(
-        model=header["model"],
-        adapter=header["adapter"],
-        recipe=recipe,
-        dtypes=header["dtypes"],
-        environment=header["environment"],
-        labels=labels,
-        prefill=header["prefill"],
-        scores=tuple(score for score, _ in rows),
-        token_ids_sha256=digests,
-        noise_floor=_read_floor(header["noise_floor"], f"{path} line 1: noise_floor"),
-    )
-    if reference.token_ids_digest != header["prompts"]["token_ids_sha256"]:
-        raise VerificationError(f"{path}: the token ids of its prompts do not add up to the digest in its header; it was changed")
+    write_reference(reference, Path(out_path))
     return reference
 
 
@@ -268,7 +160,7 @@ def _expect_room(model: nn.Module, prompts: list[Prompt]) -> None:
         raise VerificationError(f"prompt {longest.id!r} has {len(longest.token_ids)} tokens; the model has positions for {limit}")
 
 
-def _noise_floor(
+def _batch_shape_floor(
     model: nn.Module,
     prompts: list[Prompt],
     labels: DecisionLabels,
@@ -307,91 +199,3 @@ def _dtypes(model: nn.Module, embedding: str) -> dict[str, str | None]:
         "adapter": None if adapter is None else str(adapter).removeprefix("torch."),
         "compute": None if compute is None else str(compute).removeprefix("torch."),
     }
-
-
-def _write(reference: Reference, target: Path) -> None:
-    lines = [canonical(reference.header())]
-    lines += [
-        canonical(
-            {
-                "id": score.id,
-                "token_ids_sha256": reference.token_ids_sha256[score.id],
-                "log_p_skip": score.log_p_skip,
-                "log_p_write": score.log_p_write,
-                "argmax": score.argmax,
-                "skip_probability": score.skip_probability,
-                "label_mass": score.label_mass,
-            }
-        )
-        for score in reference.scores
-    ]
-    partial = target.with_name(f".{target.name}.partial")
-    try:
-        with open(partial, "w", encoding="ascii", newline="\n") as file:
-            file.write("\n".join(lines) + "\n")
-            file.flush()
-            os.fsync(file.fileno())
-        partial.replace(target)
-    except OSError as error:
-        partial.unlink(missing_ok=True)
-        raise VerificationError(f"{target}: cannot be written: {error.strerror or error}") from error
-
-
-def _read_header(value: Any, where: str) -> Mapping[str, Any]:
-    if isinstance(value, Mapping) and (value.get("format"), value.get("version")) != (FORMAT, VERSION):
-        raise VerificationError(
-            f"{where}: format {value.get('format')!r} version {value.get('version')!r}; expected {FORMAT!r} version {VERSION}"
-        )
-    header = expect_keys(value, _HEADER, where)
-    expect_keys(header["model"], {"name", "revision", "type"}, f"{where}: model")
-    expect_keys(header["dtypes"], {"embedding", "adapter", "compute"}, f"{where}: dtypes")
-    expect_keys(header["environment"], {"versions", "device", "attention", "batch_size"}, f"{where}: environment")
-    prompts = expect_keys(header["prompts"], {"count", "token_ids_sha256"}, f"{where}: prompts")
-    if type(prompts["count"]) is not int or prompts["count"] < 1 or not isinstance(header["prefill"], str):
-        raise VerificationError(f"{where}: expected a count of prompts from 1 and a prefill string")
-    if header["adapter"] is not None:
-        adapter = expect_keys(header["adapter"], {"files", "root"}, f"{where}: adapter")
-        files = adapter["files"]
-        good = (
-            isinstance(files, Mapping)
-            and files
-            and all(isinstance(digest, str) and _is_digest(digest) for digest in files.values())
-        )
-        if not good or root_digest(files) != adapter["root"]:
-            raise VerificationError(f"{where}: the adapter's root is not that of its files")
-    return header
-
-
-def _is_digest(text: str) -> bool:
-    return len(text) == 64 and set(text) <= set("0123456789abcdef")
-
-
-def _read_floor(value: Any, where: str) -> NoiseFloor | None:
-    if value is None:
-        return None
-    floor = expect_keys(value, _FLOOR, where)
-    counts = all(type(floor[name]) is int and floor[name] >= 0 for name in ("prompts", "flips"))
-    numbers = all(is_number(floor[name]) and 0 <= floor[name] <= 1 for name in ("mean_abs_delta", "max_abs_delta"))
-    if not (counts and numbers and isinstance(floor["source"], str)):
-        raise VerificationError(f"{where} is {floor!r}; expected a source, counts from 0 and deltas in [0, 1]")
-    return NoiseFloor(**floor)
-
-
-def _read_row(value: Any, labels: DecisionLabels, where: str) -> tuple[DecisionScore, str]:
-    """One score and the digest of its token ids; the derived numbers in the row must follow from the log-probabilities."""
-    row = expect_keys(value, _ROW, where)
-    numbers = [row[name] for name in ("log_p_skip", "log_p_write", "skip_probability", "label_mass")]
-    if not (
-        isinstance(row["id"], str)
-        and row["id"]
-        and isinstance(row["token_ids_sha256"], str)
-        and _is_digest(row["token_ids_sha256"])
-    ):
-        raise VerificationError(f"{where}: expected an id and the SHA-256 of its token ids")
-    if not all(is_number(number) for number in numbers) or type(row["argmax"]) is not int or max(numbers[:2]) > _ROUNDING:
-        raise VerificationError(f"{where}: expected log-probabilities up to 0, two numbers in [0, 1] and a token id")
-    score = DecisionScore.from_log_probabilities(row["id"], numbers[0], numbers[1], row["argmax"], labels)
-    for name, derived in (("skip_probability", score.skip_probability), ("label_mass", score.label_mass)):
-        if abs(row[name] - derived) > _ROUNDING:
-            raise VerificationError(f"{where}: {name} is {row[name]!r}; its log-probabilities give {derived!r}")
-    return score, row["token_ids_sha256"]

@@ -24,7 +24,7 @@ from verification.checks import Check, Outcome
 from verification.errors import Inconclusive
 from verification.gate import RECIPE_CHECK
 from verification.names import commit_of, model_name, same_model
-from verification.reference import Reference
+from verification.reference_file import Reference
 
 PASSED, WARNED, FAILED, INCONCLUSIVE = Outcome.PASSED, Outcome.WARNED, Outcome.FAILED, Outcome.INCONCLUSIVE
 _SETTINGS = ("quant_type", "double_quant", "block_size", "quant_dtype")
@@ -196,7 +196,10 @@ def _recipe_findings(
         told = {"reference": "the live layers at recording", "base": "the base itself"}
         told["adapter"] = recorded.source if recorded is not None else ""
         yield Check(RECIPE_CHECK, PASSED, f"the reference's recipe ({described}) comes from {told[origin]}")
-    if recipe is None or origin == "base":
+    if origin == "base":
+        return
+    if recipe is None:
+        yield from _unquantized_findings(recorded, manifest)
         return
     if recorded is not None and (wrong := _contradiction(recorded, recipe)):
         says = "the recorded reference says" if origin == "reference" else "at verification it is"
@@ -212,6 +215,20 @@ def _recipe_findings(
         reason = (
             f"merged through {manifest.recipe.describe()}, but the reference is {described}; only the drift shows what it does"
         )
+        yield Check("recipe-agreement", WARNED, reason)
+
+
+def _unquantized_findings(recorded: QuantRecipe | None, manifest: MergeManifest | None) -> Iterator[Check]:
+    """A reference that was recorded without 4-bit layers: it is not the function of an adapter that was trained on them."""
+    known = [] if recorded is None else [name for name in _SETTINGS if recorded.origins.get(name, ASSUMED) != ASSUMED]
+    if recorded is not None and known:
+        reason = (
+            f"{recorded.origins[known[0]]} says that the adapter was trained through {recorded.describe()}, but the reference "
+            "was recorded without 4-bit layers: one is wrong"
+        )
+        yield Check("recipe-agreement", INCONCLUSIVE, reason)
+    elif manifest is not None and manifest.recipe is not None:
+        reason = f"merged through {manifest.recipe.describe()}, but the reference was recorded without 4-bit layers"
         yield Check("recipe-agreement", WARNED, reason)
 
 
@@ -313,6 +330,8 @@ def _adapter_findings(
     known = {}
     if manifest is not None and len(manifest.adapters) == 1:
         known["the merge"] = dict(manifest.adapter.files)
+        if manifest.weights != (1.0,):
+            yield Check(title, WARNED, f"merged with the adapter {manifest.weights[0]:g} times as strong as it was trained")
     elif manifest is not None:
         yield Check(title, WARNED, f"merged from {len(manifest.adapters)} adapters; no reference can say that it had just these")
         return

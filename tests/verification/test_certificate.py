@@ -136,7 +136,10 @@ def test_a_removed_file_is_denied(case: Case, name: str) -> None:
         case.check()
 
 
-@pytest.mark.parametrize("name", ["model-00002-of-00002.safetensors", ".hidden", "sub/modeling.py", "adapter_model.safetensors"])
+@pytest.mark.parametrize(
+    "name",
+    ["model-00002-of-00002.safetensors", "sub/model.safetensors", ".hidden", "sub/modeling.py", "adapter_model.safetensors"],
+)
 def test_an_added_file_is_denied(case: Case, name: str) -> None:
     (case.folder / name).parent.mkdir(exist_ok=True)
     (case.folder / name).write_bytes(b"")

@@ -52,7 +52,7 @@ def test_the_same_measurements_give_the_same_bytes(path: Path, tmp_path: Path) -
 
 def test_one_header_then_one_line_a_prompt(path: Path) -> None:
     lines = [json.loads(line) for line in path.read_text().splitlines()]
-    assert (lines[0]["format"], lines[0]["version"]) == ("lora-merge/drift", 1)
+    assert (lines[0]["format"], lines[0]["version"]) == ("lora-merge/drift", 2)
     assert [line["id"] for line in lines[1:]] == [f"p{index}" for index in range(30)]
 
 
@@ -69,7 +69,7 @@ def _set(*keys: Any, to: Any) -> Callable[[list[dict[str, Any]]], None]:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (_set(0, "version", to=2), "version 2; expected"),
+        (_set(0, "version", to=1), "version 1; expected"),
         (_set(0, "format", to="other"), "format 'other'"),
         (_set(0, "extra", to=1), "'extra' is not known"),
         (lambda lines: lines[0].pop("findings"), "'findings' is missing"),
@@ -145,7 +145,6 @@ def test_a_recorded_reference_must_be_of_these_very_prompts() -> None:
     prompts = [Prompt(f"p{index}", (1, index)) for index in range(3)]
     recorded = {prompt.id: token_ids_sha256(prompt) for prompt in prompts}
     match_token_ids(prompts, recorded)
-    match_token_ids(prompts[:2], recorded, sampled=True)
     with pytest.raises(Inconclusive, match="has 1 prompts that the prompt file lacks, 'p2' first"):
         match_token_ids(prompts[:2], recorded)
     with pytest.raises(Inconclusive, match="has no score for 1 of 4 prompts, 'p9' first"):

@@ -22,6 +22,7 @@ from verification.errors import VerificationError
 from verification.reference import read_reference, record_reference
 
 ROWS = make_rows(20)
+NEGATIVE = {"source": "x", "prompts": 1, "mean_abs_delta": -1, "max_abs_delta": 0, "flips": 0}
 
 
 @pytest.fixture(autouse=True)
@@ -77,7 +78,7 @@ def test_the_file_says_what_a_plain_forward_says(live, tokenizer, recorded):
 
 def test_the_header_says_what_was_recorded(recorded, adapter):
     header = json.loads(recorded.read_text().splitlines()[0])
-    assert (header["format"], header["version"]) == ("lora-merge/reference", 1)
+    assert (header["format"], header["version"]) == ("lora-merge/reference", 2)
     names = ("adapter_config.json", "adapter_model.safetensors")
     digests = {name: hashlib.sha256((adapter / name).read_bytes()).hexdigest() for name in names}
     assert header["adapter"]["files"] == digests
@@ -87,7 +88,9 @@ def test_the_header_says_what_was_recorded(recorded, adapter):
     assert header["dtypes"] == {"embedding": "float32", "adapter": "float32", "compute": None}
     assert header["prompts"]["count"] == len(ROWS)
     assert {"torch", "transformers", "peft"} <= set(header["environment"]["versions"])
-    assert header["noise_floor"] is None or header["noise_floor"]["mean_abs_delta"] < 1e-5
+    assert set(header["noise_floors"]) == {"batch_shape", "dequantized"}
+    assert header["noise_floors"]["batch_shape"] is None or header["noise_floors"]["batch_shape"]["mean_abs_delta"] < 1e-5
+    assert header["noise_floors"]["dequantized"] is None  # no 4-bit layers in this model
 
 
 def test_recording_leaves_the_model_in_training(live, tokenizer, recorded):
@@ -126,10 +129,13 @@ def test_a_prompt_past_the_model_positions_is_refused(live, tokenizer, tmp_path)
 def test_the_noise_floor_is_measured_between_two_shapes_or_not_claimed(live, tokenizer, tmp_path):
     many = [{"id": str(index), "prompt": "soup"} for index in range(12)]
     reference = record_reference(live, tokenizer, many, tmp_path / "a.jsonl", batch_size=12, second_batch_size=5)
-    assert reference.noise_floor is not None
-    assert reference.noise_floor.prompts == 12 and "of 12 and of 5" in reference.noise_floor.source
-    assert record_reference(live, tokenizer, many, tmp_path / "b.jsonl", second_batch_size=16).noise_floor is None
-    assert record_reference(live, tokenizer, many, tmp_path / "c.jsonl", second_batch_size=None).noise_floor is None
+    floor = reference.noise_floors["batch_shape"]
+    assert floor is not None
+    assert floor.prompts == 12 and "of 12 and of 5" in floor.source
+    for index, second in enumerate((16, None)):
+        without = record_reference(live, tokenizer, many, tmp_path / f"{index}.jsonl", second_batch_size=second)
+        assert without.noise_floors["batch_shape"] is None
+        assert without.measured_floors == ()
 
 
 def test_a_four_bit_model_records_its_recipe(tokenizer, tmp_path):
@@ -148,6 +154,18 @@ def test_a_four_bit_model_records_its_recipe(tokenizer, tmp_path):
     assert (reference.recipe.quant_type, reference.recipe.double_quant, reference.recipe.block_size) == ("fp4", True, 64)
     assert not reference.recipe.assumed
     assert reference.dtypes == {"embedding": "bfloat16", "adapter": "float32", "compute": "bfloat16"}
+
+
+def test_a_file_of_version_1_is_read_on(recorded):
+    """It knew one noise floor, between two batch shapes."""
+    lines = recorded.read_text().splitlines()
+    header = json.loads(lines[0])
+    del header["noise_floors"]
+    floor = {"source": "x", "prompts": 20, "mean_abs_delta": 0.005, "max_abs_delta": 0.1, "flips": 2}
+    recorded.write_text("\n".join([json.dumps({**header, "version": 1, "noise_floor": floor}), *lines[1:]]) + "\n")
+    reference = read_reference(recorded)
+    assert [known.to_json() for known in reference.measured_floors] == [floor]
+    assert reference.noise_floors["dequantized"] is None
 
 
 def test_an_adapter_that_is_not_the_live_one_is_refused(live, tokenizer, adapter, tmp_path):
@@ -216,7 +234,8 @@ def change(path: Path, line: int, **changes) -> None:
     ("line", "changes", "problem"),
     [
         (0, {"format": "other"}, "line 1: format 'other'"),
-        (0, {"version": 2}, "version 2"),
+        (0, {"version": 3}, "version 3.*expected 'lora-merge/reference' version 1 or 2"),
+        (0, {"version": 1}, "'noise_floor' is missing and 'noise_floors' is not known"),
         (0, {"labels": None}, "'labels' is missing"),
         (0, {"surprise": 1}, "'surprise' is not known"),
         (0, {"labels": {"skip": {"text": "skip", "token_id": 1}}}, "label 'write'"),
@@ -224,7 +243,8 @@ def change(path: Path, line: int, **changes) -> None:
         (0, {"prompts": {"count": 20, "token_ids_sha256": "x"}}, "do not add up"),
         (0, {"recipe": {"quant_type": "int4"}}, "quant_type is 'int4'"),
         (0, {"adapter": {"files": {"a": "0" * 64}, "root": "0" * 64}}, "root is not that of its files"),
-        (0, {"noise_floor": {"source": "x", "prompts": 1, "mean_abs_delta": -1, "max_abs_delta": 0, "flips": 0}}, "noise_floor"),
+        (0, {"noise_floors": {"batch_shape": None}}, "noise_floors: 'dequantized' is missing"),
+        (0, {"noise_floors": {"batch_shape": None, "dequantized": NEGATIVE}}, "line 1: noise_floors: dequantized is"),
         (3, {"id": None}, "line 4: 'id' is missing"),
         (3, {"id": "p0"}, "20 prompts with 19 different ids"),
         (3, {"log_p_skip": "x"}, "line 4: expected log-probabilities"),

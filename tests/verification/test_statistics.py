@@ -128,6 +128,8 @@ def test_rate_bounds_are_clopper_pearsons(hits: int, size: int) -> None:
 @pytest.mark.parametrize(("size", "rate"), [(299, 0.01), (598, 0.005), (2995, 0.001)])
 def test_prompts_without_a_flip_that_bound_the_rate(size: int, rate: float) -> None:
     assert statistics.rate_bounds(0, size)[1] < rate <= statistics.rate_bounds(0, size - 2)[1]
+    needed = statistics.prompts_without_a_hit(rate)
+    assert statistics.rate_bounds(0, needed)[1] <= rate < statistics.rate_bounds(0, needed - 1)[1]
 
 
 def test_p99_bound_needs_299_prompts() -> None:

@@ -18,7 +18,7 @@ from verification import statistics
 from verification.checks import Check, Outcome
 from verification.errors import VerificationError
 from verification.limits import Limits
-from verification.measurement import Measurements, NoiseFloor
+from verification.measurement import DEQUANTIZED, Measurements, NoiseFloor
 from verification.verdict import Verdict, judge
 
 PASSED, WARNED, FAILED, INCONCLUSIVE = Outcome.PASSED, Outcome.WARNED, Outcome.FAILED, Outcome.INCONCLUSIVE
@@ -138,6 +138,32 @@ def test_label_mass_of_the_reference(mass: float, outcome: Outcome) -> None:
     assert check(verdict, "label-mass").outcome is outcome
     assert verdict.outcome is outcome
     assert verdict.exit_code == {PASSED: 0, WARNED: 0, INCONCLUSIVE: 3}[outcome]
+
+
+@pytest.mark.parametrize(
+    ("spread", "outcome"), [(0.0, INCONCLUSIVE), (0.0009, INCONCLUSIVE), (0.0015, WARNED), (0.019, WARNED), (0.06, PASSED)]
+)
+def test_a_reference_that_says_the_same_of_every_prompt(spread: float, outcome: Outcome) -> None:
+    """Half of the prompts lie ``spread`` above 0.3 and half below; the noise floor is 0.001, the limit 0.02."""
+    reference = 0.3 + spread * np.where(np.arange(400) % 2, 1, -1)
+    source = measurements({"reference": scores(reference), "merged": scores(reference), "base": scores(1 - reference)})
+    verdict = judge(source, Limits(0.02))
+    assert check(verdict, "reference-spread").outcome is outcome
+    assert check(verdict, "reference-spread").value == pytest.approx(spread, abs=1e-12)
+    assert verdict.outcome is outcome
+
+
+def test_the_largest_noise_floor_counts_and_a_missing_one_is_said() -> None:
+    kernels = NoiseFloor(DEQUANTIZED, 100, 0.015, 0.05, 3)
+    source = _with_floors(ordinary(drift=0.001), (QUIET_FLOOR, kernels))
+    assert check(judge(source, Limits(0.02)), "noise-floor").value == 0.015
+    assert judge(source, Limits(0.015)).outcome is INCONCLUSIVE
+    assert "not measured" not in check(judge(source, Limits(0.02)), "noise-floor").detail
+    without = check(judge(_with_floors(source, (QUIET_FLOOR,)), Limits(0.02)), "noise-floor")
+    assert without.outcome is PASSED
+    assert f"not measured: {DEQUANTIZED}" in without.detail
+    plain = dataclasses.replace(source.conditions, recipe=None, recipe_origin="reference", noise_floors=(QUIET_FLOOR,))
+    assert "not measured" not in check(judge(dataclasses.replace(source, conditions=plain), Limits(0.02)), "noise-floor").detail
 
 
 def test_a_limit_at_the_noise_floor_is_inconclusive() -> None:
@@ -282,6 +308,7 @@ def test_flip_rate_limit() -> None:
     assert check(verdict, "flip-rate-threshold").outcome is FAILED
     few = judge(ordinary(200), Limits(0.05, max_flip_rate=0.01))
     assert check(few, "flip-rate-argmax").outcome is INCONCLUSIVE  # 0 of 200 bounds the rate by 1.5 % only
+    assert "at least 299 are needed" in check(few, "flip-rate-argmax").detail
 
 
 def test_flips_at_the_threshold_follow_the_threshold() -> None:
@@ -369,9 +396,10 @@ def _with_floors(source: Measurements, floors: tuple[NoiseFloor, ...]) -> Measur
 
 
 def _with_flips(size: int, flips: int) -> Measurements:
-    """``flips`` prompts at 0.499 turn to 0.501; all others stay exactly."""
-    reference = np.where(np.arange(size) < flips, 0.499, 0.25)
-    merged = np.where(np.arange(size) < flips, 0.501, 0.25)
+    """``flips`` prompts at 0.499 turn to 0.501; all others stay exactly, at 0.25 or at 0.75."""
+    others = np.where(np.arange(size) % 2, 0.25, 0.75)
+    reference = np.where(np.arange(size) < flips, 0.499, others)
+    merged = np.where(np.arange(size) < flips, 0.501, others)
     return measurements({"reference": scores(reference), "merged": scores(merged), "base": scores(1 - reference)})
 
 

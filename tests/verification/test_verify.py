@@ -5,6 +5,7 @@ Oracle of the drift: the reference recorded from the live training model, and sc
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import math
 import os
@@ -32,7 +33,9 @@ from verification.drift_file import read_measurements
 from verification.errors import VerificationError
 from verification.gate import Policy, check_certificate
 from verification.limits import Limits
+from verification.measurement import DEQUANTIZED
 from verification.reference import read_reference
+from verification.reference_file import write_reference
 from verification.verdict import judge
 
 
@@ -116,6 +119,8 @@ def test_a_live_reference_agrees_with_the_recorded_one(place: Path, trained: Pat
     recorded = read_reference(place / "again.jsonl")
     assert recorded.recipe is not None
     assert not recorded.recipe.assumed
+    assert recorded.noise_floors["dequantized"] is not None
+    assert recorded.noise_floors["dequantized"].to_json() in live["numbers"]["noise_floors"]
     first = verify(place, exit_code=0)["numbers"]["drift"]["mean_abs_delta"]
     # Bitsandbytes repacks its weights on some CPUs, so a fresh load need not be bit-equal to the model that was trained.
     assert live["numbers"]["drift"]["mean_abs_delta"] == pytest.approx(first, abs=0.01)
@@ -124,6 +129,39 @@ def test_a_live_reference_agrees_with_the_recorded_one(place: Path, trained: Pat
     (place / "reference.jsonl").write_bytes((place / "again.jsonl").read_bytes())
     again = verify(place, exit_code=0)
     assert again["numbers"]["drift"] == live["numbers"]["drift"]
+
+
+def test_the_noise_floor_of_the_4_bit_kernels_is_measured_live_or_read_from_the_header(place: Path) -> None:
+    live = verify(place, "--num-prompts", 300, reference=False, exit_code=0)["numbers"]["noise_floors"]
+    recorded = verify(place, exit_code=0)["numbers"]["noise_floors"]
+    for floors, prompts in ((live, 100), (recorded, 100)):
+        by_kernel = [floor for floor in floors if floor["source"] == DEQUANTIZED]
+        assert [floor["prompts"] for floor in by_kernel] == [prompts]
+    header = read_reference(place / "reference.jsonl").noise_floors["dequantized"]
+    assert header is not None
+    assert header.to_json() in recorded
+
+
+def test_a_reference_of_version_1_says_that_it_lacks_a_noise_floor(place: Path) -> None:
+    lines = (place / "reference.jsonl").read_text().splitlines()
+    header = json.loads(lines[0])
+    floors = header.pop("noise_floors")
+    lines[0] = json.dumps({**header, "version": 1, "noise_floor": floors["batch_shape"]})
+    (place / "reference.jsonl").write_text("\n".join(lines) + "\n")
+    verdict = verify(place, exit_code=0)
+    assert verdict["outcome"] == "PASSED"
+    detail = next(check["detail"] for check in verdict["checks"] if check["name"] == "noise-floor")
+    assert f"not measured: {DEQUANTIZED}" in detail
+
+
+def test_a_limit_below_the_noise_of_the_4_bit_kernels_is_inconclusive(place: Path) -> None:
+    reference = read_reference(place / "reference.jsonl")
+    floor = dataclasses.replace(reference.noise_floors["dequantized"], mean_abs_delta=0.02)
+    floors = {**reference.noise_floors, "dequantized": floor}
+    write_reference(dataclasses.replace(reference, noise_floors=floors), place / "reference.jsonl")
+    verdict = verify(place, exit_code=3)
+    assert outcomes(verdict)["noise-floor"] == "INCONCLUSIVE"
+    assert DEQUANTIZED in verdict["reasons"][0]
 
 
 def test_split_tells_merge_drift_from_engine_drift(place: Path) -> None:
@@ -142,7 +180,7 @@ def test_judging_again_gives_the_verdict_of_the_run(place: Path) -> None:
 def test_judging_again_by_other_limits(place: Path) -> None:
     verify(place, exit_code=0)
     drift = place / "merged-report" / "drift.jsonl"
-    result = run("judge", drift, "--max-delta", 0.0005, "--report", place / "strict", exit_code=1)
+    result = run("judge", drift, "--max-abs-delta", 0.000001, "--report", place / "strict", exit_code=1)
     assert result.stdout.startswith("FAILED")
     with pytest.raises(VerificationError, match="its result is FAILED"):
         check_certificate(place / "merged", place / "strict" / "gate.intoto.json")
@@ -162,7 +200,7 @@ def test_no_certificate_outlives_a_run_that_measured_nothing(place: Path) -> Non
 
 def test_a_failed_run_replaces_the_certificate(place: Path) -> None:
     verify(place, exit_code=0)
-    verify(place, "--max-delta", 0.0005, exit_code=1)
+    verify(place, "--max-abs-delta", 0.000001, exit_code=1)
     assert json.loads(certificate(place).read_text())["predicate"]["result"] == "FAILED"
 
 

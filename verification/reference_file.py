@@ -1,0 +1,253 @@
+"""The reference file (docs/reference-format.md): written in one way, and read strictly."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from lora_merge.engines.errors import EngineError
+from lora_merge.engines.labels import DecisionLabels
+from lora_merge.engines.prompts import token_ids_digest
+from lora_merge.engines.scores import DecisionScore
+from lora_merge.merging.digests import root_digest
+from lora_merge.merging.errors import MergeError
+from lora_merge.merging.quantization import QuantRecipe
+from verification.checks import is_number
+from verification.errors import VerificationError
+from verification.measurement import NoiseFloor
+from verification.strict_json import canonical, expect_keys, strict_loads
+
+FORMAT = "lora-merge/reference"
+VERSION = 2
+
+_HEADER = {
+    "format",
+    "version",
+    "model",
+    "adapter",
+    "recipe",
+    "dtypes",
+    "environment",
+    "labels",
+    "prefill",
+    "prompts",
+    "noise_floors",
+}
+_HEADER_1 = _HEADER - {"noise_floors"} | {"noise_floor"}
+"""Of version 1, which knew one noise floor, ``batch_shape``."""
+_ROW = {"id", "token_ids_sha256", "log_p_skip", "log_p_write", "argmax", "skip_probability", "label_mass"}
+FLOORS = ("batch_shape", "dequantized")
+_FLOOR = {"source", "prompts", "mean_abs_delta", "max_abs_delta", "flips"}
+_ROUNDING = 1e-9
+
+
+@dataclass(frozen=True)
+class Reference:
+    """A recorded reference, as the file says it.
+
+    Attributes:
+        model: ``{"name", "revision", "type"}`` of the base: hub id or folder as it was loaded, commit or null, model type.
+        adapter: ``{"files": {name: SHA-256}, "root"}`` of the adapter that was live, or null where none was named.
+        recipe: how the base was quantized, read from the live layers; null for a model without 4-bit layers.
+        dtypes: ``{"embedding", "adapter", "compute"}``, each a dtype name or null.
+        environment: library versions, device, attention, batch size.
+        labels: the decision labels and their token ids.
+        prefill: text between prompt and decision.
+        scores: one a prompt, in the order of recording.
+        token_ids_sha256: prompt id -> digest of the token ids that were scored.
+        noise_floors: by name (:data:`FLOORS`), each null when that was not measured. ``batch_shape``: how far the same model
+            moved in another batch shape. ``dequantized``: how far it lies from its dequantized base with the unmerged adapter.
+        sha256: of the file's bytes; None for one that was not read from a file.
+    """
+
+    model: Mapping[str, Any]
+    adapter: Mapping[str, Any] | None
+    recipe: QuantRecipe | None
+    dtypes: Mapping[str, Any]
+    environment: Mapping[str, Any]
+    labels: DecisionLabels
+    prefill: str
+    scores: tuple[DecisionScore, ...]
+    token_ids_sha256: Mapping[str, str]
+    noise_floors: Mapping[str, NoiseFloor | None]
+    sha256: str | None = None
+
+    @property
+    def measured_floors(self) -> tuple[NoiseFloor, ...]:
+        """The noise floors that were measured."""
+        return tuple(floor for floor in self.noise_floors.values() if floor is not None)
+
+    @property
+    def token_ids_digest(self) -> str:
+        """One digest of all token ids, whatever the order of the prompts."""
+        return token_ids_digest(self.token_ids_sha256)
+
+    def header(self) -> dict[str, Any]:
+        """The first line of the file."""
+        return {
+            "format": FORMAT,
+            "version": VERSION,
+            "model": dict(self.model),
+            "adapter": None if self.adapter is None else dict(self.adapter),
+            "recipe": None if self.recipe is None else self.recipe.to_json(),
+            "dtypes": dict(self.dtypes),
+            "environment": dict(self.environment),
+            "labels": self.labels.to_json(),
+            "prefill": self.prefill,
+            "prompts": {"count": len(self.scores), "token_ids_sha256": self.token_ids_digest},
+            "noise_floors": {
+                name: None if (floor := self.noise_floors.get(name)) is None else floor.to_json() for name in FLOORS
+            },
+        }
+
+
+def read_reference(path: str | os.PathLike[str]) -> Reference:
+    """Read what :func:`write_reference` wrote, or version 1 of it.
+
+    Raises:
+        VerificationError: the file cannot be read, is cut short, or a line is not as the format says; the message names the line.
+    """
+    try:
+        data = Path(path).read_bytes()
+        text = data.decode("utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise VerificationError(f"{path}: cannot be read: {error}") from error
+    if not text.endswith("\n"):
+        raise VerificationError(f"{path}: its last line is cut short or it is empty; record the reference again")
+    lines = text[:-1].split("\n")
+    try:
+        header = _read_header(strict_loads(lines[0], f"{path} line 1"), f"{path} line 1")
+        labels = DecisionLabels.from_json(header["labels"])
+        recipe = None if header["recipe"] is None else QuantRecipe.from_json(header["recipe"])
+        rows = [
+            _read_row(strict_loads(line, f"{path} line {number}"), labels, f"{path} line {number}")
+            for number, line in enumerate(lines[1:], start=2)
+        ]
+    except (EngineError, MergeError) as error:
+        raise VerificationError(f"{path}: {error}") from error
+    digests = {score.id: digest for score, digest in rows}
+    count = header["prompts"]["count"]
+    if len(rows) != count or len(digests) != count:
+        raise VerificationError(f"{path}: holds {len(rows)} prompts with {len(digests)} different ids; its header says {count}")
+    reference = Reference(
+        model=header["model"],
+        adapter=header["adapter"],
+        recipe=recipe,
+        dtypes=header["dtypes"],
+        environment=header["environment"],
+        labels=labels,
+        prefill=header["prefill"],
+        scores=tuple(score for score, _ in rows),
+        token_ids_sha256=digests,
+        noise_floors=_read_floors(header, f"{path} line 1"),
+        sha256=hashlib.sha256(data).hexdigest(),
+    )
+    if reference.token_ids_digest != header["prompts"]["token_ids_sha256"]:
+        raise VerificationError(f"{path}: the token ids of its prompts do not add up to the digest in its header; it was changed")
+    return reference
+
+
+def write_reference(reference: Reference, target: Path) -> None:
+    """Write ``reference`` to ``target``, which appears complete or not at all.
+
+    Raises:
+        VerificationError: it cannot be written.
+    """
+    lines = [canonical(reference.header())]
+    lines += [
+        canonical(
+            {
+                "id": score.id,
+                "token_ids_sha256": reference.token_ids_sha256[score.id],
+                "log_p_skip": score.log_p_skip,
+                "log_p_write": score.log_p_write,
+                "argmax": score.argmax,
+                "skip_probability": score.skip_probability,
+                "label_mass": score.label_mass,
+            }
+        )
+        for score in reference.scores
+    ]
+    partial = target.with_name(f".{target.name}.partial")
+    try:
+        with open(partial, "w", encoding="ascii", newline="\n") as file:
+            file.write("\n".join(lines) + "\n")
+            file.flush()
+            os.fsync(file.fileno())
+        partial.replace(target)
+    except OSError as error:
+        partial.unlink(missing_ok=True)
+        raise VerificationError(f"{target}: cannot be written: {error.strerror or error}") from error
+
+
+def _read_header(value: Any, where: str) -> Mapping[str, Any]:
+    first = isinstance(value, Mapping) and (value.get("format"), value.get("version")) == (FORMAT, 1)
+    if isinstance(value, Mapping) and not first and (value.get("format"), value.get("version")) != (FORMAT, VERSION):
+        raise VerificationError(
+            f"{where}: format {value.get('format')!r} version {value.get('version')!r}; "
+            f"expected {FORMAT!r} version 1 or {VERSION}"
+        )
+    header = expect_keys(value, _HEADER_1 if first else _HEADER, where)
+    expect_keys(header["model"], {"name", "revision", "type"}, f"{where}: model")
+    expect_keys(header["dtypes"], {"embedding", "adapter", "compute"}, f"{where}: dtypes")
+    expect_keys(header["environment"], {"versions", "device", "attention", "batch_size"}, f"{where}: environment")
+    prompts = expect_keys(header["prompts"], {"count", "token_ids_sha256"}, f"{where}: prompts")
+    if type(prompts["count"]) is not int or prompts["count"] < 1 or not isinstance(header["prefill"], str):
+        raise VerificationError(f"{where}: expected a count of prompts from 1 and a prefill string")
+    if header["adapter"] is not None:
+        adapter = expect_keys(header["adapter"], {"files", "root"}, f"{where}: adapter")
+        files = adapter["files"]
+        good = (
+            isinstance(files, Mapping)
+            and files
+            and all(isinstance(digest, str) and _is_digest(digest) for digest in files.values())
+        )
+        if not good or root_digest(files) != adapter["root"]:
+            raise VerificationError(f"{where}: the adapter's root is not that of its files")
+    return header
+
+
+def _is_digest(text: str) -> bool:
+    return len(text) == 64 and set(text) <= set("0123456789abcdef")
+
+
+def _read_floors(header: Mapping[str, Any], where: str) -> dict[str, NoiseFloor | None]:
+    if header["version"] == 1:
+        return {"batch_shape": _read_floor(header["noise_floor"], f"{where}: noise_floor"), "dequantized": None}
+    floors = expect_keys(header["noise_floors"], set(FLOORS), f"{where}: noise_floors")
+    return {name: _read_floor(floors[name], f"{where}: noise_floors: {name}") for name in FLOORS}
+
+
+def _read_floor(value: Any, where: str) -> NoiseFloor | None:
+    if value is None:
+        return None
+    floor = expect_keys(value, _FLOOR, where)
+    counts = all(type(floor[name]) is int and floor[name] >= 0 for name in ("prompts", "flips"))
+    numbers = all(is_number(floor[name]) and 0 <= floor[name] <= 1 for name in ("mean_abs_delta", "max_abs_delta"))
+    if not (counts and numbers and isinstance(floor["source"], str)):
+        raise VerificationError(f"{where} is {floor!r}; expected a source, counts from 0 and deltas in [0, 1]")
+    return NoiseFloor(**floor)
+
+
+def _read_row(value: Any, labels: DecisionLabels, where: str) -> tuple[DecisionScore, str]:
+    """One score and the digest of its token ids; the derived numbers in the row must follow from the log-probabilities."""
+    row = expect_keys(value, _ROW, where)
+    numbers = [row[name] for name in ("log_p_skip", "log_p_write", "skip_probability", "label_mass")]
+    if not (
+        isinstance(row["id"], str)
+        and row["id"]
+        and isinstance(row["token_ids_sha256"], str)
+        and _is_digest(row["token_ids_sha256"])
+    ):
+        raise VerificationError(f"{where}: expected an id and the SHA-256 of its token ids")
+    if not all(is_number(number) for number in numbers) or type(row["argmax"]) is not int or max(numbers[:2]) > _ROUNDING:
+        raise VerificationError(f"{where}: expected log-probabilities up to 0, two numbers in [0, 1] and a token id")
+    score = DecisionScore.from_log_probabilities(row["id"], numbers[0], numbers[1], row["argmax"], labels)
+    for name, derived in (("skip_probability", score.skip_probability), ("label_mass", score.label_mass)):
+        if abs(row[name] - derived) > _ROUNDING:
+            raise VerificationError(f"{where}: {name} is {row[name]!r}; its log-probabilities give {derived!r}")
+    return score, row["token_ids_sha256"]
