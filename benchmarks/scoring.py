@@ -1,6 +1,6 @@
 """Decision probabilities in Transformers: ours against lm-evaluation-harness, on one loaded model, alternating in one run.
 
-    pip install lm_eval   # next to lora-merge, in an environment that may change
+    pip install lm_eval==0.4.13   # next to lora-merge, in an environment that may change
     python benchmarks/scoring.py --model demo/from-4bit --prompts examples/grocery/heldout.jsonl
 
 Ours is the engine that ``verify-skip-drift --engine hf`` scores with: the beginning that all prompts share is computed once, and
