@@ -39,6 +39,9 @@ _ON_CPU = {
     "VLLM_CPU_KVCACHE_SPACE": "2",  # GiB; the default is a share of the whole machine
     "TORCHDYNAMO_DISABLE": "1",  # else the first log-probabilities wait a quarter of a minute for a C++ compiler
 }
+_CPU_BLOCK = 32
+"""Tokens in a block of the cache on a CPU build, whose own default of 128 is longer than many prompts: no beginning is shared.
+160 prompts of 76 tokens, Gemma 3 270M in bfloat16: decided in 9.7 s instead of 15.6, written in 17.1 s instead of 24.1."""
 _DTYPES = ("auto", "bfloat16", "float32", "float16")
 
 
@@ -49,8 +52,9 @@ class VllmEngine:
     ``max_num_seqs`` are vLLM's own; None leaves vLLM's default. ``engine_args`` go to ``vllm.LLM`` as they are and win over
     everything set here. The checkpoint's generation config is not applied.
 
-    On a CPU build eager execution is the default, compilation is off, and 2 GiB are set aside for keys and values; the
-    environment variables of :data:`_ON_CPU` win where they are set. ``show_loading``: vLLM's own progress bar while it loads.
+    On a CPU build eager execution is the default, compilation is off, blocks of the cache are short enough to be shared, and
+    2 GiB are set aside for keys and values; the environment variables of :data:`_ON_CPU` win where they are set.
+    ``show_loading``: vLLM's own progress bar while it loads.
 
     Raises :class:`EngineError` when vLLM is missing, too old, or cannot load the checkpoint.
     """
@@ -91,6 +95,7 @@ class VllmEngine:
             "gpu_memory_utilization": gpu_memory_utilization,
             "max_num_seqs": max_num_seqs,
             "enforce_eager": eager,
+            "block_size": _CPU_BLOCK if on_cpu else None,
             **engine_args,
         }
         self._arguments = {name: value for name, value in arguments.items() if value is not None}

@@ -69,6 +69,18 @@ def test_texts_are_those_of_transformers_and_the_generation_config_is_not_applie
     assert "length" in {completion.finish_reason for completion in stopped}
 
 
+def test_two_phases_write_what_one_does(vllm, prompts, labels):
+    """Oracle: the same engine deciding and writing in one go, as ``vllm-one-shot`` of the benchmark does."""
+    whole = vllm.generate(prompts, GenerationLimits(13))
+    decided = vllm.score(prompts, labels)
+    assert [score.argmax for score in decided] == [completion.token_ids[0] for completion in whole]
+    going_on = [index for index, completion in enumerate(whole) if len(completion.token_ids) > 1]
+    assert len(going_on) > len(prompts) // 2
+    continued = [Prompt(prompts[index].id, (*prompts[index].token_ids, decided[index].argmax)) for index in going_on]
+    written = vllm.generate(continued, GenerationLimits(12))
+    assert [text.token_ids for text in written] == [whole[index].token_ids[1:] for index in going_on]
+
+
 def test_a_prompt_without_room_is_refused_before_anything_runs(vllm, labels):
     with pytest.raises(EngineError, match=r"prompt 'long' has 128 tokens.*room for 128"):
         vllm.score([Prompt("long", (2,) + (5,) * 127)], labels)
@@ -81,6 +93,7 @@ def test_it_says_what_it_is(vllm):
     assert described["settings"]["max_model_len"] == 128
     assert described["settings"]["end_ids"] == [1, 106]
     assert described["settings"]["generation_config"] == "vllm"
+    assert described["settings"].get("block_size") == (32 if described["device"] == "cpu" else None)
 
 
 def test_no_prompts_are_no_work(vllm, labels):

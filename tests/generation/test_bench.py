@@ -16,7 +16,7 @@ from lora_merge.generation.bench import api, figures, memory
 from lora_merge.generation.bench.arms import ARMS, ArmResult, Task, WriteList
 from lora_merge.generation.bench.measure import Bench, make_write_list
 from lora_merge.generation.bench.progress import ProgressFile, ProgressLines
-from lora_merge.generation.bench.proof import Limits, compare, first_difference
+from lora_merge.generation.bench.proof import Limits, compare, first_difference, within_engines
 from lora_merge.generation.bench.runner import Runner
 from lora_merge.generation.bench.worker import kv_bytes_per_token, read_work, write_work
 from lora_merge.generation.bench_cli import main
@@ -126,6 +126,21 @@ def test_the_knee_is_the_smallest_batch_that_is_good_enough():
     sizes = [{"batch": 32, "seconds": 20.0}, {"batch": 64, "seconds": 10.4}, {"batch": 128, "seconds": 10.0}]
     assert figures.knee([*sizes, {"batch": 256, "failed": "out of memory"}]) == 64
     assert figures.knee([{"batch": 256, "failed": "out of memory"}]) is None
+
+
+def test_the_best_of_a_sweep():
+    sizes = [{"batch": 32, "seconds": 20.0}, {"batch": 64, "seconds": 10.4}, {"batch": 128, "failed": "out of memory"}]
+    assert figures.best(sizes)["batch"] == 64
+    assert figures.best(sizes[2:]) is figures.best([]) is None
+
+
+def test_one_shot_is_held_against_two_phases_of_its_own_engine():
+    """vLLM's two arms agree with each other where both differ from Transformers."""
+    other = arm(texts={**arm().texts, 1: (5, 9, 1)})
+    arms = {"hf-two-phase": arm(), "hf-one-shot": other, "vllm-two-phase": other, "vllm-one-shot": other}
+    within = within_engines(arms, LISTED, Limits())
+    assert {name: proof.differing for name, proof in within.items()} == {"hf-one-shot": 0.25, "vllm-one-shot": 0.0}
+    assert within_engines({"vllm-one-shot": other}, LISTED, Limits()) == {}
 
 
 def test_rates_waste_and_savings():
@@ -384,6 +399,8 @@ def test_two_arms_are_measured_in_their_processes(measured):
     assert len(tokens) == 1  # model.generate writes as much
     markdown = (folder / "engines.md").read_text()
     assert done.stdout.strip() == markdown.strip()
+    assert "Within one engine, one-shot against two-phase: Transformers: decisions agree on 100.00%, 0.0% of" in markdown
+    assert "At its best `model.generate` takes" in markdown
     for heading in ("## Same work", "## Times", "## Ratios", "## Threshold before writing", "## Generation batch"):
         assert heading in markdown
     for picture in ("times.png", "break-even.png", "sweep.png"):

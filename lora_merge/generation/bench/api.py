@@ -18,7 +18,7 @@ from lora_merge.generation.api import check_gate
 from lora_merge.generation.bench.arms import ARMS, Arm, ArmResult, Task, WriteList
 from lora_merge.generation.bench.machine import machine
 from lora_merge.generation.bench.measure import make_write_list
-from lora_merge.generation.bench.proof import Limits, SameWork, proofs
+from lora_merge.generation.bench.proof import Limits, SameWork, proofs, within_engines
 from lora_merge.generation.bench.runner import Runner
 from lora_merge.generation.bench.worker import write_work
 from lora_merge.generation.errors import GenerationError
@@ -84,6 +84,7 @@ class BenchResult:
         reference: the arm that fixed the list, and that the others are held against.
         listed: the prompts to write.
         proof: name -> how an arm's work compares with the reference's.
+        within: name of a one-shot arm -> how its work compares with the same engine's in two phases.
         sweep, stock: batch sizes, their times and memory.
         swept: how many texts were written at each of these sizes.
         machine: where it ran.
@@ -96,6 +97,7 @@ class BenchResult:
     reference: str
     listed: WriteList
     proof: Mapping[str, SameWork]
+    within: Mapping[str, SameWork]
     sweep: Sequence[Mapping[str, Any]]
     stock: Sequence[Mapping[str, Any]]
     swept: int
@@ -148,6 +150,7 @@ def bench_engines(
         reference=reference,
         listed=listed,
         proof=proofs(reference, medians, listed, options.limits),
+        within=within_engines(medians, listed, options.limits),
         sweep=_sizes(runner, base, options, swept, "sweep"),
         stock=_sizes(runner, base, options, swept, "stock") if options.stock else [],
         swept=len(swept.indices),

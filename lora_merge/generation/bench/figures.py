@@ -75,6 +75,11 @@ def by_length(slow: ArmResult, fast: ArmResult, listed: WriteList) -> list[dict[
     return groups
 
 
+def best(sizes: Sequence[Mapping[str, Any]]) -> Mapping[str, Any] | None:
+    """The fastest entry of a sweep; None when none fitted."""
+    return min((entry for entry in sizes if "failed" not in entry), key=lambda entry: entry["seconds"], default=None)
+
+
 def knee(sizes: Sequence[Mapping[str, Any]]) -> int | None:
     """The smallest batch size whose time is within 5 % of the best; None when none fitted."""
     fitted = [entry for entry in sizes if "failed" not in entry]

@@ -112,6 +112,12 @@ def _tokens(arm: ArmResult, listed: WriteList) -> int:
     return sum(len(arm.texts.get(index, ())) for index in listed.indices)
 
 
+def within_engines(arms: Mapping[str, ArmResult], listed: WriteList, limits: Limits) -> dict[str, SameWork]:
+    """One-shot against two-phase of the same engine, by the name of the one-shot arm."""
+    pairs = [(f"{engine}-two-phase", f"{engine}-one-shot") for engine in ("hf", "vllm")]
+    return {one: compare(arms[two], arms[one], listed, limits) for two, one in pairs if two in arms and one in arms}
+
+
 def proofs(reference: str, arms: Mapping[str, ArmResult], listed: WriteList, limits: Limits) -> dict[str, SameWork]:
     """Every other arm against ``arms[reference]``."""
     return {name: compare(arms[reference], arm, listed, limits) for name, arm in arms.items() if name != reference}

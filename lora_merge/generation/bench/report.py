@@ -35,6 +35,7 @@ def to_json(result: BenchResult) -> dict[str, Any]:
         },
         "reference": result.reference,
         "proof": {name: proof.to_json() for name, proof in result.proof.items()},
+        "within_engines": {name: proof.to_json() for name, proof in result.within.items()},
         "arms": {name: _arm(result, name) for name in result.arms},
         "ratios": [entry for entry in _ratios(result) if "refused" not in entry],
         "refused_ratios": [entry for entry in _ratios(result) if "refused" in entry],
@@ -128,6 +129,17 @@ def _proof(result: BenchResult) -> Iterator[str]:
     heads = ["arm", "decisions agree", "differ", "tokens of texts", "difference", "texts differ", "first (median)", "same work"]
     if rows:
         yield table(heads, rows)
+    if result.within:
+        yield f"Within one engine, one-shot against two-phase: {'; '.join(_within(result))}."
+
+
+def _within(result: BenchResult) -> Iterator[str]:
+    for name, proof in result.within.items():
+        near = "" if proof.near_ties is None else f", {proof.near_ties} of the others near ties"
+        first = "" if proof.first_difference is None else f", first at token {proof.first_difference + 1:g} (median)"
+        engine = "vLLM" if name.startswith("vllm") else "Transformers"
+        decided = f"decisions agree on {proof.agreement:.2%}{near if proof.disagreements else ''}"
+        yield f"{engine}: {decided}, {proof.differing:.1%} of {proof.compared:,} texts differ{first}"
 
 
 def _times(result: BenchResult) -> Iterator[str]:
@@ -234,6 +246,12 @@ def _sweep_table(result: BenchResult) -> Iterator[str]:
             row = [f"{entry['batch']}{mark}", f"{entry['seconds']:.2f}", speed, _size(entry["peak"]), wasted]
         rows.append(row + ([_stock_seconds(stock.get(entry["batch"]))] if stock else []))
     yield table(heads + (["`model.generate`, seconds"] if stock else []), rows)
+    best, best_stock = figures.best(result.sweep), figures.best(result.stock)
+    if best is not None and best_stock is not None:
+        yield (
+            f"At its best `model.generate` takes {best_stock['seconds']:.2f} s ({best_stock['batch']} at once), this engine "
+            f"{best['seconds']:.2f} s ({best['batch']} at once): {best_stock['seconds'] / best['seconds']:.2f} times as fast."
+        )
 
 
 def _stock_seconds(entry: Mapping[str, Any] | None) -> str:
