@@ -149,7 +149,7 @@ def bind(source: TensorInfo, dtype: DType, operations: tuple[Operation, ...], re
             values = step.apply(values, start, stop)
         return values
 
-    so_far = Rows(source, rows, columns, block_rows, compute)
     for operation in operations[1 if decoder else 0 :]:
-        steps.append(operation.bind(so_far))
+        stored = read_rows if decode is None and not steps else None
+        steps.append(operation.bind(Rows(source, rows, columns, block_rows, compute, stored)))
     return BoundTensor(source, dtype, rows, columns, block_rows, matrix_shape(source, operations)[1], decode, tuple(steps))

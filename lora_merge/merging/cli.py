@@ -71,7 +71,7 @@ BLOCK_SIZES = tuple(str(1 << power) for power in range(5, 13))
     type=click.Choice(["auto", "cpu", "cuda"]),
     default="auto",
     show_default=True,
-    help="Where the arithmetic runs; auto is CUDA for --from-4bit on a machine that has it.",
+    help="Where the arithmetic runs; cuda goes through training's own kernels, cpu starts faster, and so auto is cpu.",
 )
 @click.option("--jobs", type=click.IntRange(min=1), metavar="N", help="Worker threads.  [default: one a core]")
 @click.option("--overwrite", is_flag=True, help="Replace an earlier merge at OUT, at the very end.")

@@ -9,7 +9,7 @@ the round trip's result from the device.
 
 from __future__ import annotations
 
-import os
+import sys
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
@@ -259,8 +259,9 @@ def _out_of_memory(source: TensorInfo, device: torch.device) -> MergeError:
 def choose_device(requested: str, tensors: Iterable[tuple[TensorInfo, tuple[Operation, ...]]]) -> TorchDevice | None:
     """The device that ``requested`` (of :data:`DEVICES`) stands for; None for the processor's own kernels.
 
-    ``"auto"`` is CUDA where that gives the merge training's own round trip: some tensor has one, there is a card with room, and
-    torch and bitsandbytes can use it. Anything else is the processor, which needs neither of them.
+    ``"auto"`` is CUDA for a merge with a round trip in a process that has CUDA running already, such as a training script, on a
+    card with room. A fresh process goes without: loading the libraries and starting the device takes longer than the
+    processor needs for the whole of a small model.
 
     Args:
         tensors: what will be merged: sources and their operations.
@@ -272,7 +273,7 @@ def choose_device(requested: str, tensors: Iterable[tuple[TensorInfo, tuple[Oper
         raise MergeError(f"device {requested!r}: expected one of {', '.join(DEVICES)}")
     mine = [(source, operations) for source, operations in tensors if _computable(source, operations)]
     quantizing = any(_split(operations)[0] is not None for _, operations in mine)
-    if requested == "cpu" or (requested == "auto" and not (quantizing and _driver_is_loaded())):
+    if requested == "cpu" or (requested == "auto" and not (quantizing and _is_running())):
         return None
     missing = _what_cuda_lacks(quantizing)
     if missing is None:
@@ -305,6 +306,7 @@ def _device_bytes(tensors: list[tuple[TensorInfo, tuple[Operation, ...]]]) -> in
     return _IN_FLIGHT * (2 * largest + 48 * BLOCK_ELEMENTS)
 
 
-def _driver_is_loaded() -> bool:
-    """Whether the machine runs NVIDIA's driver: cheap to tell, where importing torch only to find no card costs seconds."""
-    return os.name == "nt" or os.path.exists("/dev/nvidiactl") or os.path.exists("/dev/dxg")
+def _is_running() -> bool:
+    """Whether this process has started CUDA."""
+    torch = sys.modules.get("torch")
+    return torch is not None and bool(torch.cuda.is_initialized())

@@ -69,6 +69,21 @@ def block_absmax(bits: NDArray[np.uint32], block_size: int, absmax_bits: NDArray
 
 
 @compiled
+def block_absmax_bf16(patterns: NDArray[np.uint16], block_size: int, absmax_bits: NDArray[np.uint32]) -> bool:
+    """:func:`block_absmax` of bfloat16 patterns (n,); the maxima are float32 patterns all the same."""
+    finite = True
+    for block in range(absmax_bits.shape[0]):
+        part = patterns[block * block_size : (block + 1) * block_size]
+        largest = np.uint32(0)
+        for i in range(part.shape[0]):
+            largest = max(largest, np.uint32(part[i] & np.uint16(0x7FFF)))
+        absmax_bits[block] = largest << np.uint32(16)
+        if largest >= np.uint32(0x7F80):
+            finite = False
+    return finite
+
+
+@compiled
 def round_trip_nf4(
     values: NDArray[np.float32],
     block_size: int,

@@ -111,6 +111,7 @@ class Rows:
         rows, columns: its matrix.
         block_rows: rows a block.
         compute: values of rows ``[start, stop)``.
+        stored: the same rows as they lie in the file, while nothing has been done to them; else None.
     """
 
     source: TensorInfo
@@ -118,6 +119,7 @@ class Rows:
     columns: int
     block_rows: int
     compute: Callable[[int, int], Values]
+    stored: ReadRows | None = None
 
     @property
     def blocks(self) -> list[tuple[int, int]]:
@@ -144,9 +146,13 @@ class RoundTrip(Operation):
     def bind(self, rows: Rows) -> Step:
         absmax = np.empty(-(-rows.rows * rows.columns // self.recipe.block_size), np.float32)
         for start, stop in rows.blocks:
-            values = quantizable(rows, start, stop, self.recipe)
-            part = absmax[self._blocks(rows.columns, start, stop)]
-            if not kernels.block_absmax(values.reshape(-1).view(np.uint32), self.recipe.block_size, part.view(np.uint32)):
+            part = absmax[self._blocks(rows.columns, start, stop)].view(np.uint32)
+            if rows.stored is not None and rows.source.dtype.name == "BF16" and _holds_exactly(self.recipe, rows.source):
+                finite = kernels.block_absmax_bf16(rows.stored(start, stop).reshape(-1), self.recipe.block_size, part)
+            else:
+                values = quantizable(rows, start, stop, self.recipe).reshape(-1).view(np.uint32)
+                finite = kernels.block_absmax(values, self.recipe.block_size, part)
+            if not finite:
                 raise not_quantizable(rows.source, self.recipe, start, stop)
         return BoundRoundTrip(self, rows.columns, self._scales(absmax, rows), exact=_holds_exactly(self.recipe, rows.source))
 

@@ -81,6 +81,11 @@ class ShardPlan:
     def header(self) -> bytes:
         return encode_header({tensor.name: (tensor.dtype, tensor.shape) for tensor in self.tensors}, self.metadata)
 
+    @property
+    def nbytes(self) -> int:
+        """The size of the file."""
+        return len(self.header) + sum(tensor.nbytes for tensor in self.tensors)
+
 
 @dataclass(frozen=True)
 class MergePlan:
@@ -124,7 +129,7 @@ class MergePlan:
     @property
     def output_bytes(self) -> int:
         """Bytes of all planned files; manifest and rounding to disk blocks not counted."""
-        return self.weight_bytes + sum(len(shard.header) for shard in self.shards) + sum(file.nbytes for file in self.side_files)
+        return sum(shard.nbytes for shard in self.shards) + sum(file.nbytes for file in self.side_files)
 
     def memory_bytes(self, jobs: int) -> int:
         """An upper estimate of the working memory of the writer beside the interpreter and its libraries.

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 import os
 from collections import deque
 from collections.abc import Callable, Iterator
@@ -21,7 +20,7 @@ from lora_merge.merging.operations import Decoder, Operation, ReadInto, matrix_s
 from lora_merge.merging.plan import ShardPlan, TensorPlan
 from lora_merge.merging.safetensors_file import TensorInfo, bytes_of, read_exactly
 
-_SPAN = 1 << 21
+_SPAN = 1 << 22
 _TENSORS_AHEAD = 2
 
 Binder = Callable[[TensorInfo, DType, tuple[Operation, ...], ReadInto], Bound]
@@ -64,7 +63,7 @@ class Block:
         base_start: where in the base's file the bytes lie that it was made from; None where it was made from no such range.
         base_bytes: how many these are.
         base: these bytes, if they were read into memory on the way.
-        copied_from: the file whose bytes these are unchanged, from ``base_start`` on.
+        copied_from, copied_start: the file whose bytes these are unchanged, and from where on.
     """
 
     content: memoryview
@@ -73,25 +72,6 @@ class Block:
     base: memoryview | None = None
     copied_from: SourceFile | None = None
     copied_start: int = 0
-
-    def copied_to(self, descriptor: int) -> bool:
-        """Let the kernel append the bytes to ``descriptor``, which shares them on file systems that can.
-
-        False where nothing is copied, or the kernel cannot between these two files; then nothing was written.
-        """
-        if self.copied_from is None:
-            return False
-        nbytes = len(self.content)
-        try:
-            done = os.copy_file_range(self.copied_from.descriptor, descriptor, nbytes, self.copied_start)
-        except OSError as error:
-            if error.errno in (errno.EXDEV, errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP, errno.EPERM):
-                return False
-            raise MergeError(f"{self.copied_from.path.name}: copy failed: {error.strerror or error}") from error
-        if done == nbytes:
-            return True
-        os.lseek(descriptor, -done, os.SEEK_CUR)  # a short copy: written over from memory
-        return False
 
 
 @dataclass(frozen=True)

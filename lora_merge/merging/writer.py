@@ -8,13 +8,10 @@ few tensors, whatever the model's size.
 
 from __future__ import annotations
 
-import contextlib
-import errno
 import os
 import shutil
 import threading
 from collections import deque
-from collections.abc import Iterator
 from concurrent.futures import FIRST_EXCEPTION, Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -23,6 +20,7 @@ from lora_merge.console import Progress, no_progress
 from lora_merge.merging.binding import bind
 from lora_merge.merging.digests import file_digest
 from lora_merge.merging.errors import MergeError
+from lora_merge.merging.output_file import OutputFile
 from lora_merge.merging.plan import MergePlan, ShardPlan
 from lora_merge.merging.sha256 import two_hashes
 from lora_merge.merging.side_files import SideFile
@@ -121,25 +119,24 @@ def _write_shard(shard: ShardPlan, plan: MergePlan, target: Path, crew: _Crew) -
     with (
         ShardStream(shard, path, crew.workers, crew.ahead, crew.binder) as stream,
         ThreadPoolExecutor(1) as hasher,
-        _opened_for_writing(target) as descriptor,
+        OutputFile(target, shard.nbytes) as file,
     ):
         digests = _Digests(stream.base)
         hashing: deque[Future[None]] = deque()
         syncing: Future[None] | None = None
-        unsynced = 0
+        synced = 0
         for block in stream:
             if crew.stop.is_set():
                 raise MergeError(f"{shard.file}: given up, since another file failed")
-            if not block.copied_to(descriptor):
-                _write_all(descriptor, block.content, target)
+            file.append(block)
             hashing.append(hasher.submit(digests.add, block))
             crew.progress(len(block.content))
             if len(hashing) > crew.ahead:
                 hashing.popleft().result()
-            unsynced += len(block.content)
-            if unsynced >= _SYNC_BYTES and (syncing is None or syncing.done()):
-                # What is written goes to the disk while the rest is computed, not all of it at the end.
-                syncing, unsynced = crew.syncer.submit(sync_file, target), 0
+            if file.cached_bytes - synced >= _SYNC_BYTES and (syncing is None or syncing.done()):
+                # What lies in the page cache goes to the disk while the rest is computed, not all of it at the end.
+                syncing, synced = crew.syncer.submit(sync_file, target), file.cached_bytes
+        file.finish()
         for pending in hashing:
             pending.result()
         read, written = hasher.submit(digests.finish).result()
@@ -188,27 +185,6 @@ def _identity(path: Path) -> tuple[int, ...]:
     except OSError as error:
         raise MergeError(f"{path}: disappeared while the base was merged: {error.strerror or error}") from error
     return (now.st_size, now.st_mtime_ns, now.st_dev, now.st_ino)
-
-
-@contextlib.contextmanager
-def _opened_for_writing(path: Path) -> Iterator[int]:
-    try:
-        descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o644)
-    except OSError as error:
-        raise MergeError(f"{path}: cannot be created: {error.strerror or error}") from error
-    try:
-        yield descriptor
-    finally:
-        os.close(descriptor)
-
-
-def _write_all(descriptor: int, part: memoryview, path: Path) -> None:
-    try:
-        while len(part):
-            part = part[os.write(descriptor, part) :]
-    except OSError as error:
-        hint = "; make room and merge again" if error.errno in (errno.ENOSPC, errno.EDQUOT) else ""
-        raise MergeError(f"{path.name}: write failed: {error.strerror or error}{hint}") from error
 
 
 def write_side_file(file: SideFile, folder: Path) -> str:

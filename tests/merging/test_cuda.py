@@ -172,17 +172,19 @@ def test_an_unknown_device_is_refused(bases, adapters):
 
 
 @pytest.mark.parametrize(
-    ("requested", "from_4bit", "free", "expected"),
+    ("requested", "from_4bit", "running", "free", "expected"),
     [
-        ("auto", True, 1 << 40, "cuda"),
-        ("auto", True, 1 << 10, None),
-        ("auto", False, 1 << 40, None),
-        ("cuda", False, 1 << 10, "cuda"),
-        ("cpu", True, 1 << 40, None),
+        ("auto", True, True, 1 << 40, "cuda"),
+        ("auto", True, False, 1 << 40, None),
+        ("auto", True, True, 1 << 10, None),
+        ("auto", False, True, 1 << 40, None),
+        ("cuda", False, False, 1 << 10, "cuda"),
+        ("cpu", True, True, 1 << 40, None),
     ],
 )
-def test_auto_is_cuda_for_a_round_trip_where_there_is_room(requested, from_4bit, free, expected, bases, adapters, monkeypatch):
-    monkeypatch.setattr(cuda, "_driver_is_loaded", lambda: True)
+def test_auto_is_cuda_where_it_runs_already(requested, from_4bit, running, free, expected, bases, adapters, monkeypatch):
+    """And only for a round trip, and where there is room."""
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: running)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (free, 1 << 40))

@@ -20,7 +20,7 @@ from pathlib import Path
 
 import pytest
 
-from lora_merge.merging import api, safetensors_file, staging, writer
+from lora_merge.merging import api, output_file, safetensors_file, staging, writer
 from lora_merge.merging.errors import MergeError
 from tests.tiny import save_tiny_adapter, save_tiny_base
 
@@ -287,7 +287,7 @@ def test_two_merges_into_one_folder(ground, overwrite):
 DISK_ERRORS = {
     "reading a tensor": (safetensors_file.os, "preadv", 40),
     "reading the adapter": (safetensors_file.os, "preadv", 3),
-    "writing a tensor": (writer.os, "write", 7),
+    "writing a tensor": (output_file.os, "pwrite", 7),
     "making a file durable": (writer.os, "fsync", 0),
     "making the folder durable": (staging.os, "fsync", SHARDS + 5),
     "giving the folder its name": (staging.os, "rename", 0),

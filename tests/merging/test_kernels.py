@@ -134,6 +134,20 @@ def test_bfloat16_patterns_against_torch():
     assert torch.equal(torch.from_numpy(found), torch.from_numpy(values).to(torch.bfloat16).float())
 
 
+@pytest.mark.parametrize("bad", [0x7F80, 0xFF80, 0x7FC1, 0xFFFF])
+@pytest.mark.parametrize("block_size", [32, 64, 4096])
+def test_absmax_of_bfloat16_is_that_of_its_values(bad, block_size):
+    """Oracle: numpy's maximum of the widened values, a partial last block included."""
+    patterns = random_patterns(1, 10_001, 3.0).reshape(-1)
+    absmax = np.empty(-(-patterns.size // block_size), np.float32)
+    assert kernels.block_absmax_bf16(patterns, block_size, absmax.view(np.uint32))
+    values = np.abs(widen(patterns, BY_NAME["BF16"]))
+    expected = [values[start : start + block_size].max() for start in range(0, values.size, block_size)]
+    assert np.array_equal(absmax, np.array(expected, np.float32))
+    patterns[9_999] = bad
+    assert not kernels.block_absmax_bf16(patterns, block_size, absmax.view(np.uint32))
+
+
 @pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
 def test_absmax_tells_of_what_is_not_finite(bad):
     values = np.random.default_rng(3).standard_normal(1000).astype(np.float32)

@@ -1,7 +1,9 @@
 """The 4-bit round trip against what bitsandbytes computed on a CUDA device, and against the library on this machine.
 
 ``bnb_cuda_nf4.safetensors`` holds results of bitsandbytes 0.50.2 on an H200 with torch 2.11 for one 256 x 512 weight a type,
-with an all-zero block, a sweep from -1 to 1, tiny values, an outlier of 60000 and a constant row.
+with an all-zero block, a sweep from -1 to 1, tiny values, an outlier of 60000 and a constant row. ``bnb_cuda_shapes.safetensors``
+holds its results for one 33 x 300 weight a type, whose last block is partial, in block sizes from 64 to 4096
+(benchmarks/gpu/equivalence.py).
 """
 
 from __future__ import annotations
@@ -25,21 +27,37 @@ from lora_merge.merging.errors import MergeError
 from lora_merge.merging.quantization import QuantRecipe, block_scales, code_table, dequantize_absmax, dynamic_map, round_trip
 
 RECORDED = load_file(Path(__file__).with_name("bnb_cuda_nf4.safetensors"))
+SHAPES = load_file(Path(__file__).with_name("bnb_cuda_shapes.safetensors"))
 TORCH_NAME = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
 
 
 def our_round_trip(weight: torch.Tensor, recipe: QuantRecipe) -> torch.Tensor:
     """``weight`` through our kernels, back in its own type."""
     values = weight.float().numpy().reshape(-1).copy()
-    absmax = np.empty(-(-values.size // recipe.block_size), np.float32)
-    assert kernels.block_absmax(values.view(np.uint32), recipe.block_size, absmax.view(np.uint32))
-    round_trip(values, block_scales(absmax, recipe), slice(None), recipe)
+    round_trip(values, block_scales(block_maxima(values, recipe), recipe), slice(None), recipe)
     round_through(values, BY_TORCH_NAME[recipe.quant_dtype])
     return torch.from_numpy(values).reshape(weight.shape).to(weight.dtype)
 
 
-def recorded_cases() -> list[str]:
-    return sorted(name.removesuffix(".dequant") for name in RECORDED if name.endswith(".dequant"))
+def block_maxima(values: np.ndarray, recipe: QuantRecipe) -> np.ndarray:
+    absmax = np.empty(-(-values.size // recipe.block_size), np.float32)
+    assert kernels.block_absmax(values.view(np.uint32), recipe.block_size, absmax.view(np.uint32))
+    return absmax
+
+
+def cases_of(recorded: dict[str, torch.Tensor]) -> list[str]:
+    return sorted(name.removesuffix(".dequant") for name in recorded if name.endswith(".dequant"))
+
+
+def recorded_cases(end: str = "") -> list[object]:
+    """(the recorded tensors, the name of a case among them) of both files."""
+    found = (("256x512", RECORDED), ("33x300", SHAPES))
+    return [
+        pytest.param(recorded, case, id=f"{shape}-{case}")
+        for shape, recorded in found
+        for case in cases_of(recorded)
+        if case.endswith(end)
+    ]
 
 
 def recipe_of_case(case: str) -> QuantRecipe:
@@ -47,11 +65,29 @@ def recipe_of_case(case: str) -> QuantRecipe:
     return QuantRecipe(quant_type, mode == "dq", int(block[1:]), TORCH_NAME[dtype])
 
 
-@pytest.mark.parametrize("case", recorded_cases())
-def test_round_trip_is_bit_equal_to_cuda(case):
-    """NF4 and FP4, single and double quantization, block sizes 64 and 128, from bfloat16, float16 and float32: every element."""
-    weight = RECORDED[f"{case.split('.')[0]}.weight"]
-    assert torch.equal(our_round_trip(weight, recipe_of_case(case)), RECORDED[f"{case}.dequant"])
+@pytest.mark.parametrize(("recorded", "case"), recorded_cases())
+def test_round_trip_is_bit_equal_to_cuda(recorded, case):
+    """NF4 and FP4, single and double quantization, block sizes 64 to 4096, from bfloat16, float16 and float32: every element."""
+    weight = recorded[f"{case.split('.')[0]}.weight"]
+    assert torch.equal(our_round_trip(weight, recipe_of_case(case)), recorded[f"{case}.dequant"])
+
+
+def test_recorded_shapes_hold_every_block_size_and_recipe():
+    """The cases above are those that were recorded, so a file that lost some must not go unnoticed."""
+    recipes = [recipe_of_case(case) for case in cases_of(SHAPES)]
+    wanted = {
+        ("bfloat16", kind, double, 64 << power) for kind in ("nf4", "fp4") for double in (False, True) for power in range(7)
+    }
+    wanted |= {
+        (dtype, kind, double, block)
+        for dtype in ("float16", "float32")
+        for kind in ("nf4", "fp4")
+        for double in (False, True)
+        for block in (64, 512)
+    }
+    assert {(recipe.quant_dtype, recipe.quant_type, recipe.double_quant, recipe.block_size) for recipe in recipes} == wanted
+    assert len(recipes) == 44
+    assert all(SHAPES["bf16.weight"].numel() % recipe.block_size for recipe in recipes)
 
 
 def test_the_approximate_reciprocal_is_what_fp4_needs():
@@ -79,18 +115,17 @@ def test_reciprocals_are_exact_or_one_unit_off():
     assert np.isinf(cuda_reciprocal(np.zeros(1, np.float32)))
 
 
-@pytest.mark.parametrize("case", [case for case in recorded_cases() if case.endswith(".dq")])
-def test_second_quantization_is_cudas(case):
-    """The 8-bit codes and absmax of the absmax, given CUDA's mean; and that mean is ours to within one unit in the last place."""
+@pytest.mark.parametrize(("recorded", "case"), recorded_cases(".dq"))
+def test_second_quantization_is_cudas(recorded, case):
+    """The 8-bit codes and absmax of the absmax, given CUDA's mean; and that mean is ours to within two units in the last place."""
     recipe = recipe_of_case(case)
-    values = RECORDED[f"{case.split('.')[0]}.weight"].float().reshape(-1, recipe.block_size)
-    absmax = values.abs().amax(1).numpy()
-    offset = RECORDED[f"{case}.offset"].numpy()[0]
+    absmax = block_maxima(recorded[f"{case.split('.')[0]}.weight"].float().numpy().reshape(-1), recipe)
+    offset = recorded[f"{case}.offset"].numpy()[0]
     nested = np.empty(-(-absmax.size // 256), np.float32)
     codes = kernels.quantize_dynamic_8bit(absmax - offset, 256, dynamic_map(), nested)
-    assert np.array_equal(codes, RECORDED[f"{case}.absmax"].numpy())
-    assert np.array_equal(nested, RECORDED[f"{case}.nested_absmax"].numpy())
-    assert np.array_equal(dynamic_map(), RECORDED[f"{case}.nested_code"].numpy())
+    assert np.array_equal(codes, recorded[f"{case}.absmax"].numpy())
+    assert np.array_equal(nested, recorded[f"{case}.nested_absmax"].numpy())
+    assert np.array_equal(dynamic_map(), recorded[f"{case}.nested_code"].numpy())
     ours = np.float32(absmax.mean(dtype=np.float64))
     assert abs(ours - offset) <= 2 * np.spacing(offset)
     expected = dynamic_map()[codes] * np.repeat(nested, 256)[: codes.size] + offset
