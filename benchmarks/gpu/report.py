@@ -10,6 +10,7 @@ from __future__ import annotations
 import argparse
 import itertools
 import json
+import re
 import shlex
 import sys
 from pathlib import Path
@@ -18,7 +19,7 @@ from typing import Any
 HERE = Path(__file__).resolve().parent
 sys.path[:0] = [str(HERE), str(HERE.parents[1])]
 
-from tables import drift, engines, environment, equivalence, merge, models, recipes  # noqa: E402
+from tables import drift, engines, environment, equivalence, merge, models, recipes, targets  # noqa: E402
 
 PARTS = ("drift", "equivalence", "recipe-fp4", "recipe-dora", "models", "engines", "merge")
 
@@ -37,7 +38,7 @@ def main() -> None:
             parts[name] = json.loads(text)
             (options.out / f"gpu-{name}.json").write_text(text, encoding="utf-8")
     pieces = {"environment": environment.line(parts)}
-    for module in (drift, equivalence, recipes, models, engines, merge):
+    for module in (targets, drift, equivalence, recipes, models, engines, merge):
         pieces |= module.pieces(parts, options.out)
     page = (HERE / "page.md").read_text(encoding="utf-8")
     for name, text in pieces.items():
@@ -59,7 +60,7 @@ def without_paths(text: str) -> str:
     for path, name in sorted(names.items(), key=lambda item: -len(item[0] or "")):
         if path and path != ".":
             text = text.replace(path, name)
-    return text
+    return re.sub(r'"/[^"]*/(examples/grocery/)', r'"\1', text)
 
 
 if __name__ == "__main__":

@@ -117,7 +117,7 @@ def test_reciprocals_are_exact_or_one_unit_off():
 
 @pytest.mark.parametrize(("recorded", "case"), recorded_cases(".dq"))
 def test_second_quantization_is_cudas(recorded, case):
-    """The 8-bit codes and absmax of the absmax, given CUDA's mean; and that mean is ours to within two units in the last place."""
+    """The 8-bit codes and absmax of the absmax, given CUDA's mean; and that mean is ours to two units in the last place."""
     recipe = recipe_of_case(case)
     absmax = block_maxima(recorded[f"{case.split('.')[0]}.weight"].float().numpy().reshape(-1), recipe)
     offset = recorded[f"{case}.offset"].numpy()[0]

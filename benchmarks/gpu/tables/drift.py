@@ -42,7 +42,7 @@ def pieces(parts: dict[str, Any], out: Path) -> dict[str, str]:
         other_engine, other = row["against"].split(": ")
         against = words(other, other_engine, engine)
         mark = "**" if name in BOLD and other_engine == "recorded" else ""
-        numbers = [f"{mark}{decimals(row['mean'])}{mark}", decimals(row["upper"]), f"{row['p99']:.4f}", f"{row['max']:.3f}"]
+        numbers = [f"{mark}{decimals(row['mean'])}{mark}", *(decimals(row[key]) for key in ("upper", "p99", "max"))]
         what = f"{mark}{words(name, engine, engine)}{mark}, against {against}"
         shown.append([what, ENGINES[engine], *numbers, str(row["flips"])])
     return {
@@ -62,7 +62,9 @@ def words(name: str, engine: str, beside: str) -> str:
 
 
 def decimals(value: float) -> str:
-    return f"{value:.4f}" if value >= 0.001 else f"{value:.5f}"
+    if value == 0:
+        return "0"
+    return f"{value:.4f}" if value >= 0.001 else f"{value:.5f}" if value >= 0.0001 else f"{value:.1e}"
 
 
 def summary(rows: list[dict[str, Any]]) -> str:
@@ -89,7 +91,7 @@ def summary(rows: list[dict[str, Any]]) -> str:
 
 
 def draw(rows: list[dict[str, Any]], file: Path) -> None:
-    pyplot, figure, axes = picture()
+    pyplot, figure, axes = picture(height=5.0)
     for row in rows:
         for shown, (label, colour) in CURVES.items():
             if row["what"] == shown and row["against"] in ("recorded: reference", "hf: reference"):
@@ -103,6 +105,6 @@ def draw(rows: list[dict[str, Any]], file: Path) -> None:
     axes.set_ylim(1e-5, 1)
     axes.set_xlabel("percentile of the prompts")
     axes.set_ylabel("|Δ skip probability|")
-    axes.legend(fontsize="small")
+    figure.legend(loc="outside lower center", ncols=2, fontsize="small")
     figure.savefig(file, dpi=130)
     pyplot.close(figure)
