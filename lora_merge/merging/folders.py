@@ -66,6 +66,23 @@ def _fetch(hub_id: str, role: str, revision: str | None, ignore: tuple[str, ...]
     return ModelFolder(path, hub_id, path.name)
 
 
+def check_link(path: Path) -> None:
+    """Refuse a symbolic link that leads out of its folder, unless to a file of a hub cache.
+
+    What is copied beside the weights is published with them; a link in a folder from somewhere else could name any file of the
+    machine. Weight files need no such care: they may lie on another disk, and nothing but tensors is taken from them.
+
+    Raises:
+        MergeError: it is such a link.
+    """
+    if not path.is_symlink():
+        return
+    target = path.resolve()
+    in_hub_cache = target.parent.name == "blobs" and target.parent.parent.name.startswith("models--")
+    if not in_hub_cache and not target.is_relative_to(path.parent.resolve()):
+        raise MergeError(f"{path}: is a link to {target}, outside its folder; put the file itself there, or remove the link")
+
+
 def read_json(path: Path, what: str) -> dict[str, Any]:
     """The JSON object in ``path``; ``what`` names it in errors."""
     try:

@@ -14,6 +14,7 @@ from typing import Any
 
 from lora_merge.merging.adapter import Adapter
 from lora_merge.merging.checkpoint import INDEX_FILE, Checkpoint
+from lora_merge.merging.folders import check_link
 from lora_merge.merging.quantization import QuantRecipe
 
 MANIFEST_FILE = "merge_manifest.json"
@@ -85,12 +86,15 @@ def plan_side_files(
     files: dict[str, SideFile] = {}
     for path in sorted(base.folder.path.iterdir()):
         if path.is_file() and path.name not in _NEVER_COPIED and not path.name.endswith(_WEIGHT_SUFFIXES) and path.name[0] != ".":
+            check_link(path)
             files[path.name] = SideFile(path.name, "base", source=path)
     for adapter in reversed(adapters):
         for name in TOKENIZER_FILES:
             path = adapter.folder.path / name
             if path.is_file():
+                check_link(path)
                 files[name] = SideFile(name, "adapter", source=path)
+    check_link(base.folder.path / CONFIG_FILE)
     files[CONFIG_FILE] = _config(base, changes)
     if base.index is not None:
         files[INDEX_FILE] = _index(base, contents)

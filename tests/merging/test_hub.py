@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import hashlib
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
+from lora_merge.merging.api import merge
+from lora_merge.merging.errors import MergeError
 from lora_merge.merging.manifest import read_manifest
 from tests.merging.oracle import assert_same_bits, load_folder
 
@@ -78,3 +81,33 @@ def test_what_is_not_there_is_one_line(cache, tmp_path, arguments):
     done = run(cache, tmp_path / "out", *arguments)
     assert done.returncode == 1 and not (tmp_path / "out").exists()
     assert len(done.stderr.splitlines()) == 1 and done.stderr.startswith("error: base "), done.stderr
+
+
+@pytest.mark.parametrize("where", ["base", "adapter"])
+@pytest.mark.parametrize("name", ["tokenizer.json", "special_tokens_map.json"])
+def test_a_link_to_a_file_of_the_machine_is_not_published(where, name, bases, adapters, tmp_path):
+    """A folder from somewhere else whose tokenizer is a link to a secret: nothing of it reaches the output."""
+    folders = {"base": tmp_path / "base", "adapter": tmp_path / "adapter"}
+    shutil.copytree(bases("llama"), folders["base"])
+    shutil.copytree(adapters("llama"), folders["adapter"])
+    (tmp_path / "secret").write_text("token")
+    (folders[where] / name).unlink(missing_ok=True)
+    (folders[where] / name).symlink_to(tmp_path / "secret")
+    with pytest.raises(MergeError, match=rf"{name}: is a link to .*secret, outside its folder"):
+        merge(folders["base"], folders["adapter"], tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+
+
+def test_links_that_are_followed(cache, bases, adapters, tmp_path):
+    """Inside the folder, into a hub cache, and weights on another disk."""
+    base = tmp_path / "base"
+    shutil.copytree(bases("llama"), base)
+    (base / "notes.txt").write_text("notes")
+    (base / "same.txt").symlink_to("notes.txt")
+    blob = next(path for path in (cache / "models--someone--base" / "snapshots" / FIRST).iterdir() if path.name == "config.json")
+    (base / "generation.json").symlink_to(blob.resolve())
+    (base / "model.safetensors").rename(tmp_path / "elsewhere")
+    (base / "model.safetensors").symlink_to(tmp_path / "elsewhere")
+    out = merge(base, adapters("llama"), tmp_path / "out").out
+    assert (out / "same.txt").read_text() == "notes" and (out / "generation.json").read_bytes() == blob.read_bytes()
+    assert not any(path.is_symlink() for path in out.iterdir())
