@@ -46,7 +46,7 @@ class Runner:
         return ArmResult.from_json(self.measure(task))
 
     def measure(self, task: Task) -> dict[str, Any]:
-        """Measure any task; returns what its process found, with the peak memory of an arm added.
+        """Measure any task; returns what its process found, with the load of other processes and the peak memory of an arm.
 
         Raises:
             GenerationError: the process failed; the message ends with the last line it wrote.
@@ -96,9 +96,9 @@ class Runner:
         result_file.unlink()
         for file in (task_file, progress_file):
             file.unlink(missing_ok=True)
+        result["other_load"] = load.share()
         if task.part == "arm":
             result["memory"] = {**result["memory"], "host_peak": watch.host, "device_peak": watch.device}
-            result["other_load"] = load.share()
         return dict(result)
 
 
