@@ -64,7 +64,7 @@ def _times(axes: Any, report: Mapping[str, Any]) -> None:
     axes.margins(x=0.12)
     axes.set_xlabel("seconds of work, without loading")
     axes.set_title(f"{report['prompts']['number']:,} prompts, {report['prompts']['to_write']:,} texts")
-    axes.legend()
+    axes.figure.legend(loc="outside lower center", ncols=len(labelled))  # inside it would lie on a bar
 
 
 def _lengths(axes: Any, report: Mapping[str, Any]) -> None:
