@@ -31,7 +31,7 @@ from store import Results
 
 from lora_merge.merging import kernels
 from lora_merge.merging.dtypes import BY_TORCH_NAME, round_through
-from lora_merge.merging.quantization import DOUBLE_QUANT_BLOCK, QuantRecipe, code_table, dequantize_absmax, dynamic_map
+from lora_merge.merging.quantization import DOUBLE_QUANT_BLOCK, QuantRecipe, code_table, dequantize_absmax, quantize_absmax
 
 ADAPTER = Path(__file__).resolve().parents[2] / "examples" / "grocery" / "adapter"
 BLOCK_SIZES = (64, 128, 256, 512, 1024, 2048, 4096)
@@ -83,7 +83,7 @@ def compare(weight: torch.Tensor, quant_type: str, double: bool) -> dict[str, in
     if double:
         offset = np.float32(state.offset.item())
         nested = np.empty(-(-absmax.size // DOUBLE_QUANT_BLOCK), np.float32)
-        codes = kernels.quantize_dynamic_8bit(absmax - offset, DOUBLE_QUANT_BLOCK, dynamic_map(), nested)
+        codes = quantize_absmax(absmax - offset, nested)
         scales = dequantize_absmax(codes, nested, offset)
     inverse = cuda_reciprocal(torch.from_numpy(absmax).cuda()).cpu().numpy()
     with np.errstate(invalid="ignore"):

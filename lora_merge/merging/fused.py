@@ -33,8 +33,6 @@ TripArguments = tuple[int, int, Floats, Floats, Floats, Floats]
 UpdateArguments = tuple[Doubles, Doubles, Floats, Floats, float, Floats]
 """b, a, b32, a32, scaling, a_norms of :func:`merge_to_bf16`."""
 
-_INFINITY = np.uint32(0x7F80)
-
 
 @intrinsic
 def _pattern(typingctx: Any, value: Any) -> Any:
@@ -86,15 +84,13 @@ def _round_between(
     ``delta`` is off by ``coefficient * a_norms`` at most; the sum and the two ends of the bracket are themselves rounded, each by
     at most ``2**-24`` of the value: 2.5 of these cover all, and ``2**-140`` what underflows. Both ends are rounded to nearest
     with ties away from zero, which needs no look at the last bit: the exact value lies strictly between them, so where both give
-    the same number that is its rounding, and a tie at one end falls to the other side of it. Returns whether any element is open,
-    and the largest magnitude of either rounding as a pattern.
+    the same number that is its rounding, and a tie at one end falls to the other side of it. Returns whether any element is open.
     """
     relative = np.float32(2.5 * 2.0**-24)
     underflow = np.float32(2.0**-140)
     half = np.uint32(0x8000)
     sixteen = np.uint32(16)
     any_open = np.uint32(0)
-    largest = np.uint32(0)
     for j in range(out.shape[0]):
         value = weight[j] + delta[j]
         margin = coefficient * a_norms[j] + (relative * abs(value) + underflow)
@@ -103,8 +99,7 @@ def _round_between(
         out[j] = np.uint16(low)
         open_[j] = np.uint16(low ^ high)
         any_open |= low ^ high
-        largest = max(largest, max(low & np.uint32(0x7FFF), high & np.uint32(0x7FFF)))
-    return any_open != np.uint32(0), largest
+    return any_open != np.uint32(0)
 
 
 @compiled
@@ -117,13 +112,19 @@ def _settle(
     out: NDArray[np.uint16],
     scratch: NDArray[np.float32],
 ) -> int:
-    """Compute the elements that are marked in ``open_`` (a multiple of four long) in float64; returns how many."""
+    """Compute the elements that are marked in ``open_`` in float64; returns how many.
+
+    ``open_`` is a multiple of 128 long, so that most of it is passed over 128 marks at a time.
+    """
     scratch_bits = scratch.view(np.uint32)
     words = open_.view(np.uint64)
     settled = 0
-    for word in range(words.shape[0]):
-        if words[word] != np.uint64(0):
-            for j in range(4 * word, min(4 * word + 4, out.shape[0])):
+    for first in range(0, words.shape[0], 32):
+        any_open = np.uint64(0)
+        for word in range(first, first + 32):
+            any_open |= words[word]
+        if any_open != np.uint64(0):
+            for j in range(4 * first, min(4 * first + 128, out.shape[0])):
                 if open_[j] != np.uint16(0):
                     total = 0.0
                     for k in range(b.shape[0]):
@@ -157,6 +158,14 @@ def _take_row(source: NDArray[Any], shift: np.uint32, weight_bits: NDArray[np.ui
         weight_bits[j] = bits
         largest = max(largest, bits & np.uint32(0x7FFFFFFF))
     return largest < np.uint32(0x7F800000)
+
+
+@compiled
+def _row_is_finite(patterns: NDArray[np.uint16]) -> Any:
+    largest = np.uint32(0)  # 32 bits wide: the compiler makes vector instructions of that
+    for j in range(patterns.shape[0]):
+        largest = max(largest, np.uint32(patterns[j] & np.uint16(0x7FFF)))
+    return largest < np.uint32(0x7F80)
 
 
 @compiled
@@ -195,8 +204,8 @@ def merge_to_bf16(
         a_norms: (in_features,), the Euclidean norms of the columns of ``a``.
         out: (rows, in_features), receives bfloat16 patterns.
 
-    Returns how many elements needed float64, or ``NOT_FINITE`` where a value of ``source`` is not finite or one of ``out`` may be
-    infinite; then what was written means nothing.
+    Returns how many elements needed float64, or ``NOT_FINITE`` where a value of ``source`` or ``out`` is not finite; then what
+    was written means nothing.
     """
     rows, columns = source.shape
     shift = np.uint32(16 if source.itemsize == 2 else 0)
@@ -204,7 +213,7 @@ def merge_to_bf16(
     pair = np.zeros((2, a.shape[0]), np.float32)
     weight = np.empty(columns, np.float32)
     weight_bits = weight.view(np.uint32)
-    open_ = np.zeros((columns + 3) // 4 * 4, np.uint16)
+    open_ = np.zeros((columns + 127) // 128 * 128, np.uint16)
     scratch = np.empty(1, np.float32)
     settled = 0
     for row in range(rows):
@@ -225,9 +234,8 @@ def merge_to_bf16(
             _narrow_row(weight_bits, out[row])
             continue
         coefficient = _error_coefficient(b[row], scaling)
-        any_open, largest = _round_between(weight, delta[row % 2], coefficient, a_norms, out[row], open_)
-        if largest >= _INFINITY:
-            return NOT_FINITE
-        if any_open:
+        if _round_between(weight, delta[row % 2], coefficient, a_norms, out[row], open_):
             settled += _settle(weight, b[row], a, scaling, open_, out[row], scratch)
+        if not _row_is_finite(out[row]):
+            return NOT_FINITE
     return settled

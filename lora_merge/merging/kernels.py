@@ -163,16 +163,79 @@ def round_trip_fp4(
 
 
 @compiled
-def quantize_dynamic_8bit(
-    values: NDArray[np.float32], block_size: int, code: NDArray[np.float32], absmax: NDArray[np.float32]
-) -> NDArray[np.uint8]:
-    """Quantize ``values`` (n,) to indices of ``code`` (256, ascending) in blocks, by the search that CUDA's kernel performs.
+def dynamic_code(x: np.float32, code: NDArray[np.float32]) -> int:
+    """The index in ``code`` (256, ascending) that CUDA's kernel finds for ``x``, step by step.
 
-    The kernel halves its step from 64 to 1 around index 127 and then settles by one midpoint; at equal distances and at the ends
-    of the table that differs from a nearest-neighbour search, which is why it is followed step by step. ``absmax`` (blocks,) is
-    an output. Source: ``dQuantize`` in bitsandbytes' CUDA kernels, which the recorded CUDA results in the tests confirm.
+    It halves its step from 64 to 1 around index 127 and then settles by one midpoint; at equal distances and at the ends of the
+    table that differs from a nearest-neighbour search. Source: ``dQuantize`` in bitsandbytes' CUDA kernels, which the recorded
+    CUDA results in the tests confirm.
+    """
+    pivot, upper_pivot, lower_pivot = 127, 255, 0
+    lower, upper = np.float32(-1.0), np.float32(1.0)
+    value = code[pivot]
+    step = 64
+    while step > 0:
+        if x > value:
+            lower_pivot, lower = pivot, value
+            pivot += step
+        else:
+            upper_pivot, upper = pivot, value
+            pivot -= step
+        value = code[pivot]
+        step >>= 1
+    if upper_pivot == 255:
+        upper = code[upper_pivot]
+    if lower_pivot == 0:
+        lower = code[lower_pivot]
+    if x > value:
+        return upper_pivot if x > (upper + value) * np.float32(0.5) else pivot
+    return lower_pivot if x < (lower + value) * np.float32(0.5) else pivot
+
+
+@compiled
+def dynamic_cells(code: NDArray[np.float32], near: NDArray[np.uint8], far: NDArray[np.uint8], bounds: NDArray[np.uint32]) -> None:
+    """Tabulate :func:`dynamic_code` by the upper half of a float32's pattern, (65536,) each.
+
+    A cell of that grid spans a 256th of its magnitude, less than the levels of ``code`` are apart: so it holds at most one
+    threshold. A pattern from ``bounds`` on has the index ``far``, one below it ``near``.
+    """
+    scratch = np.empty(1, np.uint32)
+    value = scratch.view(np.float32)
+    for cell in range(65536):
+        low, high = cell << 16, (cell << 16) | 0xFFFF
+        scratch[0] = np.uint32(low)
+        near[cell] = dynamic_code(value[0], code)
+        scratch[0] = np.uint32(high)
+        far[cell] = dynamic_code(value[0], code)
+        if (cell & 0x7FFF) == 0x7F80:
+            continue  # infinity is alone in its cell with NaN, and is looked for step by step
+        while high - low > 1 and near[cell] != far[cell]:
+            middle = (low + high) // 2
+            scratch[0] = np.uint32(middle)
+            if dynamic_code(value[0], code) == near[cell]:
+                low = middle
+            else:
+                high = middle
+        bounds[cell] = np.uint32(high)
+
+
+@compiled
+def quantize_dynamic_8bit(
+    values: NDArray[np.float32],
+    block_size: int,
+    code: NDArray[np.float32],
+    near: NDArray[np.uint8],
+    far: NDArray[np.uint8],
+    bounds: NDArray[np.uint32],
+    absmax: NDArray[np.float32],
+) -> NDArray[np.uint8]:
+    """Quantize ``values`` (n,) to indices of ``code`` (256, ascending) in blocks, as CUDA's kernel does.
+
+    ``near``, ``far`` and ``bounds`` are :func:`dynamic_cells` of ``code``, ``absmax`` (blocks,) is an output.
     """
     out = np.empty(values.shape[0], np.uint8)
+    scratch = np.empty(1, np.float32)
+    pattern = scratch.view(np.uint32)
     for block in range(absmax.shape[0]):
         start = block * block_size
         stop = min(start + block_size, values.shape[0])
@@ -183,28 +246,13 @@ def quantize_dynamic_8bit(
         absmax[block] = largest
         inverse = np.float32(1.0) / largest
         for i in range(start, stop):
-            x = values[i] * inverse
-            pivot, upper_pivot, lower_pivot = 127, 255, 0
-            lower, upper = np.float32(-1.0), np.float32(1.0)
-            value = code[pivot]
-            step = 64
-            while step > 0:
-                if x > value:
-                    lower_pivot, lower = pivot, value
-                    pivot += step
-                else:
-                    upper_pivot, upper = pivot, value
-                    pivot -= step
-                value = code[pivot]
-                step >>= 1
-            if upper_pivot == 255:
-                upper = code[upper_pivot]
-            if lower_pivot == 0:
-                lower = code[lower_pivot]
-            if x > value:
-                out[i] = upper_pivot if x > (upper + value) * np.float32(0.5) else pivot
+            scratch[0] = values[i] * inverse
+            bits = pattern[0]
+            if (bits & np.uint32(0x7FFF0000)) == np.uint32(0x7F800000):
+                out[i] = dynamic_code(scratch[0], code)
             else:
-                out[i] = lower_pivot if x < (lower + value) * np.float32(0.5) else pivot
+                cell = bits >> np.uint32(16)
+                out[i] = far[cell] if bits >= bounds[cell] else near[cell]
     return out
 
 

@@ -27,7 +27,7 @@ from lora_merge.merging.factors import Factor
 from lora_merge.merging.quantization import BlockScales, QuantRecipe, block_scales, level_tables, round_trip
 from lora_merge.merging.safetensors_file import TensorInfo
 
-BLOCK_ELEMENTS = 1 << 18
+BLOCK_ELEMENTS = 1 << 20
 """Elements a block aims at: its float32 copy (1 MiB) stays in a core's cache between the steps."""
 
 ReadRows = Callable[[int, int], NDArray[Any]]

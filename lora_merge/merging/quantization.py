@@ -167,8 +167,20 @@ def block_scales(absmax: NDArray[np.float32], recipe: QuantRecipe) -> BlockScale
         return BlockScales(cuda_reciprocal(absmax), absmax)
     offset = np.float32(absmax.mean(dtype=np.float64))
     nested_absmax = np.empty(-(-absmax.size // DOUBLE_QUANT_BLOCK), np.float32)
-    codes = kernels.quantize_dynamic_8bit(absmax - offset, DOUBLE_QUANT_BLOCK, dynamic_map(), nested_absmax)
+    codes = quantize_absmax(absmax - offset, nested_absmax)
     return BlockScales(cuda_reciprocal(absmax), dequantize_absmax(codes, nested_absmax, offset))
+
+
+def quantize_absmax(shifted: NDArray[np.float32], nested_absmax: NDArray[np.float32]) -> NDArray[np.uint8]:
+    """The 8-bit codes (blocks,) of an absmax less its mean; ``nested_absmax`` (nested blocks,) is an output."""
+    return kernels.quantize_dynamic_8bit(shifted, DOUBLE_QUANT_BLOCK, dynamic_map(), *_dynamic_cells(), nested_absmax)
+
+
+@cache
+def _dynamic_cells() -> tuple[NDArray[np.uint8], NDArray[np.uint8], NDArray[np.uint32]]:
+    near, far, bounds = np.empty(65536, np.uint8), np.empty(65536, np.uint8), np.empty(65536, np.uint32)
+    kernels.dynamic_cells(dynamic_map(), near, far, bounds)
+    return near, far, bounds
 
 
 def dequantize_absmax(

@@ -20,11 +20,19 @@ import torch
 from bitsandbytes.functional import dequantize_4bit, quantize_4bit
 from safetensors.torch import load_file
 
-from lora_merge.merging import kernels
+from lora_merge.merging import kernels, quantization
 from lora_merge.merging.cuda_reciprocal import cuda_reciprocal
 from lora_merge.merging.dtypes import BY_TORCH_NAME, round_through
 from lora_merge.merging.errors import MergeError
-from lora_merge.merging.quantization import QuantRecipe, block_scales, code_table, dequantize_absmax, dynamic_map, round_trip
+from lora_merge.merging.quantization import (
+    QuantRecipe,
+    block_scales,
+    code_table,
+    dequantize_absmax,
+    dynamic_map,
+    quantize_absmax,
+    round_trip,
+)
 
 RECORDED = load_file(Path(__file__).with_name("bnb_cuda_nf4.safetensors"))
 SHAPES = load_file(Path(__file__).with_name("bnb_cuda_shapes.safetensors"))
@@ -115,6 +123,32 @@ def test_reciprocals_are_exact_or_one_unit_off():
     assert np.isinf(cuda_reciprocal(np.zeros(1, np.float32)))
 
 
+def test_the_table_of_8_bit_codes_is_the_search():
+    """Every cell's ends and thresholds, each level and midpoint with its neighbours, and random values. Oracle: the search that
+    CUDA's kernel performs, step by step."""
+    near, far, bounds = quantization._dynamic_cells()
+    levels = dynamic_map()
+    middles = (levels[1:] + levels[:-1]) * np.float32(0.5)
+    marks = np.concatenate([levels, middles]).view(np.uint32)
+    cells = np.arange(65536, dtype=np.uint32) << 16
+    thresholds = bounds[near != far]
+    random = np.random.default_rng(0).uniform(-1.01, 1.01, 300_000).astype(np.float32)
+    small = random[:100_000] * np.float32(10) ** -np.random.default_rng(1).integers(0, 8, 100_000).astype(np.float32)
+    patterns = np.concatenate([
+        cells, cells | 0xFFFF, cells | 0x8000, thresholds, thresholds - 1, thresholds + 1, marks, marks - 1, marks + 1,
+        random.view(np.uint32), small.view(np.uint32),
+    ])  # fmt: skip
+    values = patterns.view(np.float32)
+    expected = np.array([kernels.dynamic_code(value, levels) for value in values], np.uint8)
+    found = np.where(patterns >= bounds[patterns >> 16], far[patterns >> 16], near[patterns >> 16])
+    finite = (patterns & 0x7FFF0000) != 0x7F800000
+    assert np.array_equal(found[finite], expected[finite])
+    # A block of a single value is itself the largest: 1 or -1 after scaling, NaN where it is zero.
+    nested = np.empty(3, np.float32)
+    found = kernels.quantize_dynamic_8bit(np.float32([5, -3, 0]), 1, levels, near, far, bounds, nested)
+    assert found.tolist() == [kernels.dynamic_code(np.float32(x), levels) for x in (1, -1, np.nan)]
+
+
 @pytest.mark.parametrize(("recorded", "case"), recorded_cases(".dq"))
 def test_second_quantization_is_cudas(recorded, case):
     """The 8-bit codes and absmax of the absmax, given CUDA's mean; and that mean is ours to two units in the last place."""
@@ -122,7 +156,7 @@ def test_second_quantization_is_cudas(recorded, case):
     absmax = block_maxima(recorded[f"{case.split('.')[0]}.weight"].float().numpy().reshape(-1), recipe)
     offset = recorded[f"{case}.offset"].numpy()[0]
     nested = np.empty(-(-absmax.size // 256), np.float32)
-    codes = kernels.quantize_dynamic_8bit(absmax - offset, 256, dynamic_map(), nested)
+    codes = quantize_absmax(absmax - offset, nested)
     assert np.array_equal(codes, recorded[f"{case}.absmax"].numpy())
     assert np.array_equal(nested, recorded[f"{case}.nested_absmax"].numpy())
     assert np.array_equal(dynamic_map(), recorded[f"{case}.nested_code"].numpy())
