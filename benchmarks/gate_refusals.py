@@ -158,7 +158,7 @@ def cases(merged: Path, base: Path) -> Iterable[Case]:
         copy = clone(merged, folder / "merged")
         rewrite(copy / WEIGHTS, edit_one_row)
         (copy / "merge_manifest.json").unlink()
-        return ["--merged", copy, "--base", base, "--adapter", ADAPTER, "--prompts", HELDOUT, *recorded, *some]
+        return ["--merged", copy, "--base", base, "--adapter", ADAPTER, "--prompts", HELDOUT, *recorded, *enough]
 
     for engine, name in (("hf", "Transformers"), ("vllm", "vLLM")):
         settled = "the limit is 0.02"
