@@ -7,6 +7,7 @@ none.
 
 from __future__ import annotations
 
+import hashlib
 import os
 from collections.abc import Mapping
 from pathlib import Path
@@ -44,14 +45,19 @@ _ROOT = "root_with_manifest"
 _SCORE = {"log_p_skip", "log_p_write", "argmax"}
 
 
-def write_measurements(measurements: Measurements, path: str | os.PathLike[str]) -> None:
-    """Write ``measurements`` to ``path``, which appears complete or not at all. The same measurements give the same bytes."""
+def write_measurements(measurements: Measurements, path: str | os.PathLike[str]) -> str:
+    """Write ``measurements`` to ``path``, which appears complete or not at all. The same measurements give the same bytes.
+
+    Returns their hexadecimal SHA-256: of what was written, whatever another run may put there a moment later.
+    """
     lines = [canonical(_header(measurements.conditions))]
     lines += [canonical(_row(row)) for row in measurements.rows]
     target = Path(path)
     partial = target.with_name(f".{target.name}.partial")
-    partial.write_text("\n".join(lines) + "\n", encoding="ascii")
+    content = ("\n".join(lines) + "\n").encode("ascii")
+    partial.write_bytes(content)
     partial.replace(target)
+    return hashlib.sha256(content).hexdigest()
 
 
 def read_measurements(path: str | os.PathLike[str]) -> Measurements:

@@ -107,7 +107,7 @@ def prepare(
         "seed": options.seed if len(chosen) < len(made) else None,
         "token_ids_sha256": token_ids_digest(chosen),
     }
-    return Prepared(tuple(chosen), labels, prefill, about, (*findings, *tied_head_findings(merged)))
+    return Prepared(tuple(chosen), labels, prefill, about, (*findings, *tied_head_findings(merged), *_adapter_findings(merged)))
 
 
 def tied_head_findings(folder: Path) -> Iterator[Check]:
@@ -141,6 +141,13 @@ def tied_head_findings(folder: Path) -> Iterator[Check]:
         yield Check(
             "tied-head", Outcome.INCONCLUSIVE, f"{what}, but the files hold another head: engines disagree on which to use"
         )
+
+
+def _adapter_findings(folder: Path) -> Iterator[Check]:
+    """An adapter in the checkpoint's own folder: Transformers puts it on top of what was merged, vLLM does not."""
+    if (folder / "adapter_config.json").is_file():
+        reason = f"{folder} holds adapter_config.json too: Transformers would put that adapter on top of the merged weights"
+        yield Check("adapter-files", Outcome.INCONCLUSIVE, f"{reason}, vLLM would not; move the adapter to a folder of its own")
 
 
 def _agreed(what: str, given: str | None, recorded: str | None, usual: str) -> str:

@@ -10,7 +10,6 @@ import os
 from pathlib import Path
 from xml.etree import ElementTree
 
-from lora_merge.merging.digests import file_digest
 from verification.certificate import CERTIFICATE_FILE, MEASUREMENT_FILE, make_statement, write_certificate
 from verification.checks import Outcome
 from verification.drift_file import write_measurements
@@ -46,12 +45,10 @@ def write(folder: Path, verdict: Verdict, measurements: Measurements | None, sig
         VerificationError: a file cannot be written, or the key cannot sign.
     """
     try:
-        if measurements is not None:
-            write_measurements(measurements, folder / MEASUREMENT_FILE)
+        digest = None if measurements is None else write_measurements(measurements, folder / MEASUREMENT_FILE)
         _replace(folder / VERDICT_FILE, json.dumps(verdict.to_json(), indent=2, allow_nan=False) + "\n")
         _replace(folder / JUNIT_FILE, junit(verdict))
-        if measurements is not None and verdict.outcome is not Outcome.INCONCLUSIVE:
-            digest = file_digest(folder / MEASUREMENT_FILE)
+        if measurements is not None and digest is not None and verdict.outcome is not Outcome.INCONCLUSIVE:
             statement = make_statement(verdict, measurements.conditions, digest)
             write_certificate(statement, folder / CERTIFICATE_FILE, sign_key)
     except OSError as error:

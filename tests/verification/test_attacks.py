@@ -148,6 +148,15 @@ def test_a_stray_weight_file_beside_the_right_one_is_found(place: Path) -> None:
     assert "stray.safetensors" in verdict["reasons"][0]
 
 
+def test_an_adapter_in_the_checkpoints_own_folder_is_inconclusive(place: Path, trained: Path) -> None:
+    """A base without its adapter, and the adapter beside it: in Transformers it decides as the reference does."""
+    for path in (trained / "adapter").glob("adapter_*"):
+        shutil.copy(path, place / "merged")
+    verdict = verify(place, exit_code=3)
+    assert outcomes(verdict)["adapter-files"] == "INCONCLUSIVE"
+    assert "move the adapter to a folder of its own" in verdict["reasons"][0]
+
+
 def test_the_certificate_binds_the_reference_by_its_bytes(place: Path) -> None:
     import hashlib
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 from collections.abc import Callable
 from pathlib import Path
@@ -46,8 +47,9 @@ def test_judging_the_file_is_judging_the_measurements(path: Path) -> None:
 
 
 def test_the_same_measurements_give_the_same_bytes(path: Path, tmp_path: Path) -> None:
-    write_measurements(read_measurements(path), tmp_path / "again.jsonl")
+    digest = write_measurements(read_measurements(path), tmp_path / "again.jsonl")
     assert (tmp_path / "again.jsonl").read_bytes() == path.read_bytes()
+    assert digest == hashlib.sha256(path.read_bytes()).hexdigest()
 
 
 def test_one_header_then_one_line_a_prompt(path: Path) -> None:
