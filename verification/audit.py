@@ -57,7 +57,9 @@ _SAME_SCALE = 0.02
 _SOME = 0.1
 """Share of elements that differ up to which the others show that it was merged as planned, and edited."""
 _NOT_MUCH = 0.1
-"""Distance that all elements beyond rounding may make together."""
+"""How much of the adapter's change all elements beyond rounding may make together..."""
+_LITTLE = 0.002
+"""...or of the whole weight, where the change is small: machines disagree as much about the base, however weak the adapter."""
 
 
 @dataclass(frozen=True)
@@ -216,7 +218,8 @@ def _explain(tensor: TensorPlan, reader: TensorReader, differing: float, error: 
     whole_change = change * math.sqrt(reader.elements / weight.size)
     distance = math.sqrt(error) / whole_change
     if nearest in (EXPECTED, ROUNDED_TWICE):
-        if not _is_rounding(tensor, reader, whole_change):
+        whole_weight = norm(expected) * math.sqrt(reader.elements / weight.size)
+        if not _is_rounding(tensor, reader, max(_NOT_MUCH * whole_change, _LITTLE * whole_weight)):
             nearest = EDITED if candidates[nearest] <= NEAR * change else UNEXPLAINED
     elif candidates[nearest] > NEAR * change:
         nearest = UNEXPLAINED
@@ -227,10 +230,10 @@ def _explain(tensor: TensorPlan, reader: TensorReader, differing: float, error: 
     return TensorAudit(tensor.name, nearest, distance, differing, scale)
 
 
-def _is_rounding(tensor: TensorPlan, reader: TensorReader, change: float) -> bool:
+def _is_rounding(tensor: TensorPlan, reader: TensorReader, allowed: float) -> bool:
     """Whether rounding alone lies between the tensor and the plan, over all of its elements and not only the sampled ones.
 
-    ``change``: the norm of the adapter's change, of the whole tensor.
+    ``allowed``: the norm of all differences beyond rounding.
     """
     if not tensor.operations:
         return False  # there is nothing to round in a copy
@@ -238,7 +241,7 @@ def _is_rounding(tensor: TensorPlan, reader: TensorReader, change: float) -> boo
     beyond, error = 0, 0.0
     for outside, squared, far in reader.beyond(tensor.operations, base, Tolerance(quantized=bool(base))):
         beyond, error = beyond + outside, error + squared
-        if far or beyond > _FEW * reader.elements or error > (_NOT_MUCH * change) ** 2:
+        if far or beyond > _FEW * reader.elements or error > allowed**2:
             return False
     return True
 
