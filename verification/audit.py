@@ -54,6 +54,8 @@ _CLEAR = 0.002
 that.
 """
 _SAME_SCALE = 0.02
+_BETTER = 0.95
+"""How much nearer than as planned another scale has to come: fitted to noise, one always comes a little nearer."""
 _SOME = 0.1
 """Share of elements that differ up to which the others show that it was merged as planned, and edited."""
 _NOT_MUCH = 0.1
@@ -212,7 +214,7 @@ def _explain(tensor: TensorPlan, reader: TensorReader, differing: float, error: 
     if scale is not None and abs(scale - 1) > _SAME_SCALE:
         fitted = rounded(base_of_update + scale * (expected - base_of_update), reader.dtype)
         # The fit has a free parameter; it must beat the others, not just equal them.
-        candidates[OTHER_SCALE] = norm(weight - fitted) + 1e-3 * change
+        candidates[OTHER_SCALE] = norm(weight - fitted) / _BETTER + 1e-3 * change
     nearest = min(candidates, key=candidates.__getitem__)
     # The distance is of the whole tensor; only the change's norm is scaled up from the sample.
     whole_change = change * math.sqrt(reader.elements / weight.size)

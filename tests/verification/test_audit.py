@@ -154,6 +154,26 @@ def test_pefts_merge_into_a_dequantized_base_is_right_up_to_rounding(base: Path,
     assert 0 < max(tensor.distance for tensor in result.tensors) < 0.1
 
 
+@pytest.mark.parametrize(("factor", "history"), [(1.02, EXPECTED), (1.4, EDITED)])
+def test_a_block_scale_that_machines_disagree_on_is_no_edit_however_weak_the_adapter(
+    base: Path, adapter: Path, tmp_path: Path, factor: float, history: str
+) -> None:
+    """One block in 128 has a scale that is a step off, as CPUs and CUDA have under double quantization."""
+    weak = _scaled_adapter(adapter, tmp_path / "weak", 0.0005)
+    merged = merge(base, weak, tmp_path / "merged", FROM_4BIT).out
+    name = "model.layers.1.mlp.down_proj.weight"
+
+    def other_scale(other: str, tensor: torch.Tensor) -> torch.Tensor:
+        moved = tensor.clone()
+        if other == name:
+            moved.view(-1)[:64] *= factor
+        return moved
+
+    result = audit(change_tensors(merged, tmp_path / "moved", other_scale), base, weak).audit
+    found = next(tensor for tensor in result.tensors if tensor.name == name)
+    assert (found.history, found.distance > 0) == (history, True)
+
+
 def test_a_merge_back_into_4_bit_is_named(base: Path, adapter: Path, right: Path, tmp_path: Path) -> None:
     def quantize_again(name: str, tensor: torch.Tensor) -> torch.Tensor:
         if "_proj" not in name:
