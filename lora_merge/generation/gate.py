@@ -31,13 +31,13 @@ class Gate:
         model: the checkpoint's folder.
         root: its root digest.
         certificate: what allowed the run; None when it is not gated.
-        stamps: size, modification time and inode of each file when its digest was taken.
+        stamps: size, modification and change time and inode of each file when its digest was taken.
     """
 
     model: Path
     root: str
     certificate: CheckedCertificate | None
-    stamps: Mapping[str, tuple[int, int, int]]
+    stamps: Mapping[str, tuple[int, ...]]
 
     @property
     def is_gated(self) -> bool:
@@ -117,19 +117,22 @@ def open_gate(model: Path, options: GateOptions, progress: Progress = no_progres
     return Gate(model, checked.root, checked, stamps)
 
 
-def file_stamps(folder: Path) -> dict[str, tuple[int, int, int]]:
-    """Size, modification time (ns) and inode of every file below ``folder``."""
-    stamps = {}
+def file_stamps(folder: Path) -> dict[str, tuple[int, ...]]:
+    """Size, modification and change time (ns) and inode of every file below ``folder``.
+
+    The change time is the system's own: setting a modification time back does not hide an edit.
+    """
+    stamps: dict[str, tuple[int, ...]] = {}
     for path in sorted(folder.rglob("*")):
         if path.is_file():
             found = path.stat()
-            stamps[path.relative_to(folder).as_posix()] = (found.st_size, found.st_mtime_ns, found.st_ino)
+            stamps[path.relative_to(folder).as_posix()] = (found.st_size, found.st_mtime_ns, found.st_ctime_ns, found.st_ino)
     return stamps
 
 
 def folder_bytes(folder: Path) -> int:
     """The size of all files below ``folder``: what checking a certificate reads."""
-    return sum(size for size, _, _ in file_stamps(folder).values())
+    return sum(size for size, *_ in file_stamps(folder).values())
 
 
 def _engine_kind(certificate: CheckedCertificate) -> EngineKind:

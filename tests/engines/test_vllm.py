@@ -6,6 +6,7 @@ The checkpoint asks for repetition_penalty 1.7 and its prompts outgrow the slidi
 from __future__ import annotations
 
 import os
+from types import SimpleNamespace
 
 import pytest
 
@@ -47,6 +48,27 @@ def test_scores_are_those_of_transformers(vllm, transformers, prompts, labels):
         assert ours.log_p_write == pytest.approx(theirs.log_p_write, abs=1e-3)
         assert ours.skip_probability == pytest.approx(theirs.skip_probability, abs=1e-3)
         assert ours.argmax == theirs.argmax
+
+
+@pytest.mark.parametrize(("on_cpu", "given", "expected"), [(False, None, "spawn"), (False, "fork", "fork"), (True, None, None)])
+def test_on_a_gpu_the_engine_s_process_is_spawned(on_cpu, given, expected, gemma_folder, monkeypatch):
+    """A forked one cannot use CUDA once torch.cuda.is_available() was called, which our own commands do before they open it."""
+    name, seen = "VLLM_WORKER_MULTIPROC_METHOD", []
+
+    class Llm:
+        def __init__(self, **_: object) -> None:
+            seen.append(os.environ.get(name))
+            raise ValueError("far enough")
+
+    platform = SimpleNamespace(is_cpu=lambda: on_cpu)
+    platforms = SimpleNamespace(current_platform=platform)
+    monkeypatch.setattr(vllm_engine, "_import_vllm", lambda: SimpleNamespace(__version__="0", LLM=Llm, platforms=platforms))
+    monkeypatch.delenv(name, raising=False)
+    if given:
+        monkeypatch.setenv(name, given)
+    with pytest.raises(EngineError, match="far enough"):
+        vllm_engine.VllmEngine(gemma_folder)
+    assert seen == [expected] and os.environ.get(name) == given
 
 
 def test_a_label_of_any_rank_is_exact(vllm, transformers, prompts, labels):

@@ -189,11 +189,18 @@ def test_the_certified_settings_are_the_default(checkpoint, prompts):
     assert (settled[0].prefill, settled[0].skip_label, settled[0].write_label) == ('{"decision": "', "skip", "write")
 
 
-@pytest.mark.parametrize("change", ["touched", "added"])
+@pytest.mark.parametrize("change", ["touched", "added", "edited and set back"])
 def test_a_file_that_changes_while_the_model_loads_stops_the_run(checkpoint, prompts, change):
     def swapping(model, settled):
         if change == "touched":
             os.utime(model / "model.safetensors", ns=(1, 1))
+        elif change == "edited and set back":
+            weights = model / "model.safetensors"
+            before = weights.stat()
+            data = weights.read_bytes()
+            with weights.open("r+b") as file:
+                file.write(data[:-1] + bytes([data[-1] ^ 1]))
+            os.utime(weights, ns=(before.st_atime_ns, before.st_mtime_ns))
         else:
             (model / "model-00002.safetensors").touch()
         return FakeEngine()
