@@ -69,7 +69,7 @@ def read_measurements(path: str | os.PathLike[str]) -> Measurements:
     try:
         lines = Path(path).read_text(encoding="utf-8").splitlines()
     except (OSError, UnicodeDecodeError) as error:
-        raise VerificationError(f"{path}: cannot be read: {error}") from error
+        raise VerificationError(f"{path}: cannot be read: {getattr(error, 'strerror', None) or error}") from error
     if not lines:
         raise VerificationError(f"{path}: is empty; expected a {FORMAT} header")
     try:

@@ -115,7 +115,7 @@ def read_reference(path: str | os.PathLike[str]) -> Reference:
         data = Path(path).read_bytes()
         text = data.decode("utf-8")
     except (OSError, UnicodeDecodeError) as error:
-        raise VerificationError(f"{path}: cannot be read: {error}") from error
+        raise VerificationError(f"{path}: cannot be read: {getattr(error, 'strerror', None) or error}") from error
     if not text.endswith("\n"):
         raise VerificationError(f"{path}: its last line is cut short or it is empty; record the reference again")
     lines = text[:-1].split("\n")

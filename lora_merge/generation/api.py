@@ -173,6 +173,8 @@ def _check_quarantine(intake: Intake, out: Path, options: GenerateOptions, say: 
     if facts.quarantined == 0:
         return
     most = " / ".join(map(str, intake.troubles[:3]))
+    if len(intake.troubles) > 3:
+        most += f" / and {sum(trouble.lines for trouble in intake.troubles[3:])} lines of other kinds"
     where = f", see {quarantine_path(out)}" if intake.quarantined else ""
     found = f"{facts.quarantined} of {facts.rows} rows of {facts.path} cannot be used ({most}){where}"
     share = facts.quarantined / facts.rows

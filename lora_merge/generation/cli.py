@@ -95,8 +95,9 @@ def main(context: click.Context, /, output_format: str, quiet: bool, verbose: bo
     """Decide every prompt with a certified checkpoint, then write a text for those that are worth one.
 
     The certificate must be of these very files. All prompts are tokenized and checked before the model loads; rows that cannot
-    be used are set aside in RESULTS.quarantine.jsonl. A prompt gets a text when the likeliest token is the write label and its
-    skip probability is at most T; the others are decided only. Results are saved as they come: after a kill, --resume goes on.
+    be used are set aside beside the results, in OUT.quarantine.jsonl. A prompt gets a text when the likeliest token is the write
+    label and its skip probability is at most T; the others are decided only. Results are saved as they come: after a kill,
+    --resume goes on.
 
     Exit codes: 0 done, 1 refused or failed (saved rows stay), 2 usage, 130 interrupted.
     """

@@ -58,6 +58,12 @@ def _ordered(paths: Sequence[Path]) -> list[tuple[Path, RunRecord]]:
     for path in paths:
         record = read_record(path)
         if record.shard.index in found:
+            other = found[record.shard.index]
+            if record.shard.count != other[1].shard.count:
+                raise GenerationError(
+                    f"{path}: is shard {record.shard}, but {other[0]} is shard {other[1].shard}; "
+                    "expected the shards of one division"
+                )
             raise GenerationError(
                 f"{path}: is shard {record.shard}, and so is {found[record.shard.index][0]}; give each shard once"
             )

@@ -96,7 +96,7 @@ def read_record(out: Path) -> RunRecord:
             f"{path}: no such file, so nothing says what {out.name} was made from; give another --out"
         ) from error
     except (OSError, ValueError, RecursionError) as error:
-        raise GenerationError(f"{path}: cannot be read: {error}") from error
+        raise GenerationError(f"{path}: cannot be read: {getattr(error, 'strerror', None) or error}") from error
     found = (value.get("format"), value.get("version")) if isinstance(value, dict) else (None, None)
     if found != (FORMAT, VERSION):
         raise GenerationError(f"{path}: format {found[0]!r} version {found[1]!r}; expected {FORMAT!r} version {VERSION}")

@@ -5,6 +5,7 @@ The file has no name: it goes when the process does, however it ends.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import tempfile
 from collections.abc import Iterator
@@ -55,7 +56,9 @@ class PromptSpool:
 
     def close(self) -> None:
         """Free the space."""
-        self._file.close()
+        # What a full disk kept from being written is not missed any more.
+        with contextlib.suppress(OSError):
+            self._file.close()
 
     def __enter__(self) -> PromptSpool:
         return self

@@ -73,10 +73,12 @@ def check_link(path: Path) -> None:
     machine. Weight files need no such care: they may lie on another disk, and nothing but tensors is taken from them.
 
     Raises:
-        MergeError: it is such a link.
+        MergeError: it is such a link, or a broken one.
     """
     if not path.is_symlink():
         return
+    if not path.exists():
+        raise MergeError(f"{path}: is a broken link to {path.readlink()}; put the file itself there, or remove the link")
     target = path.resolve()
     in_hub_cache = target.parent.name == "blobs" and target.parent.parent.name.startswith("models--")
     if not in_hub_cache and not target.is_relative_to(path.parent.resolve()):
@@ -90,7 +92,7 @@ def read_json(path: Path, what: str) -> dict[str, Any]:
     except FileNotFoundError as error:
         raise MergeError(f"{path}: no such file; expected {what}") from error
     except (OSError, ValueError, RecursionError) as error:
-        raise MergeError(f"{path}: {what} cannot be read: {error}") from error
+        raise MergeError(f"{path}: {what} cannot be read: {getattr(error, 'strerror', None) or error}") from error
     if not isinstance(value, dict):
         raise MergeError(f"{path}: {what} is a JSON {type(value).__name__}, expected an object")
     return value

@@ -57,6 +57,17 @@ def find_recipe(
     return QuantRecipe(**settings, origins=origins)
 
 
+def known_recipe(adapter_folder: Path, named_base: str | None = None) -> QuantRecipe | None:
+    """What the record beside an adapter or its trainer's leftovers say of 4-bit training; None where they say nothing certain."""
+    recorded = read_recipe(adapter_folder)
+    if recorded is not None:
+        return recorded
+    try:
+        return leftover_recipe(adapter_folder, named_base)
+    except MergeError:  # they contradict each other, or say that it was not in 4 bit
+        return None
+
+
 def _recipe_in_file(path: Path) -> QuantRecipe:
     """The recipe in a JSON file: a record of :func:`record_recipe`, or a BitsAndBytesConfig as transformers writes it."""
     value = read_json(path, "a quantization recipe")

@@ -85,14 +85,16 @@ def plan_side_files(
     """
     files: dict[str, SideFile] = {}
     for path in sorted(base.folder.path.iterdir()):
-        if path.is_file() and path.name not in _NEVER_COPIED and not path.name.endswith(_WEIGHT_SUFFIXES) and path.name[0] != ".":
-            check_link(path)
+        if path.name in _NEVER_COPIED or path.name.endswith(_WEIGHT_SUFFIXES) or path.name.startswith("."):
+            continue
+        check_link(path)
+        if path.is_file():
             files[path.name] = SideFile(path.name, "base", source=path)
     for adapter in reversed(adapters):
         for name in TOKENIZER_FILES:
             path = adapter.folder.path / name
+            check_link(path)
             if path.is_file():
-                check_link(path)
                 files[name] = SideFile(name, "adapter", source=path)
     check_link(base.folder.path / CONFIG_FILE)
     files[CONFIG_FILE] = _config(base, changes)

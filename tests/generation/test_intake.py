@@ -191,6 +191,16 @@ def test_the_spool_gives_back_what_it_got(tmp_path):
         PromptSpool(tmp_path / "nowhere")
 
 
+def test_a_spool_on_a_full_disk_is_one_line(tmp_path):
+    """What is still in the file's buffer is written when it is closed, and fails again: the first error is the one to tell."""
+    with pytest.raises(GenerationError, match="the tokenized prompts cannot be stored beside the results"):  # noqa: SIM117
+        with PromptSpool(tmp_path) as spool:
+            spool._file.close()
+            spool._file = open("/dev/full", "wb")  # noqa: SIM115  closed by the spool
+            for _ in range(100):
+                spool.append(b"x" * 1000)
+
+
 def test_a_spooled_line_is_ascii_json(tmp_path):
     line = spool_line(Prompt("가", (1, 2), {"a": "나"}))
     assert line.isascii() and json.loads(line)[0] == "가"

@@ -86,6 +86,11 @@ def test_a_shard_given_twice(parts, tmp_path):
     refused([*parts, parts[1]], tmp_path, "is shard 2/3, and so is")
 
 
+def test_a_shard_and_an_undivided_run(checkpoint, mixed, parts, tmp_path):
+    whole = run(checkpoint, mixed, tmp_path / "whole.jsonl").out
+    refused([whole, parts[0]], tmp_path, r"is shard 1/3, but .*whole\.jsonl is shard 1/1; expected the shards of one division")
+
+
 def test_a_shard_that_is_not_finished(checkpoint, mixed, parts, tmp_path):
     class Dying(FakeEngine):
         def score(self, prompts, labels, *, progress):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -75,6 +76,32 @@ def test_assumed_recipe_is_said_and_a_recorded_one_is_used(bases, adapters, tmp_
     result = run(*arguments, "--out", tmp_path / "flag", "--quant-type", "nf4")
     recipe = json.loads(result.stdout)["manifest"]["recipe"]
     assert (recipe["quant_type"], recipe["block_size"]) == ("nf4", 128), "a flag comes before the record, setting by setting"
+    assert result.stderr == "warning: quant_type is given as nf4, but the record beside the adapter says fp4\n"
+    assert run(*arguments, "--out", tmp_path / "same", "--quant-type", "fp4").stderr == ""
+
+
+@pytest.mark.parametrize("source", ["record", "README.md", None])
+def test_a_qlora_adapter_on_its_way_into_the_original_weights(source, bases, adapters, tmp_path):
+    """The mistake that the project is about is said, where something beside the adapter tells of 4-bit training."""
+    adapter = tmp_path / "adapter"
+    shutil.copytree(adapters("llama"), adapter)
+    (adapter / "README.md").unlink(missing_ok=True)
+    if source == "record":
+        record = {"format": "lora-merge/quantization-recipe", "version": 1, "recipe": {"quant_type": "nf4", "double_quant": True}}
+        (adapter / RECIPE_FILE).write_text(json.dumps(record))
+    elif source:
+        (adapter / source).write_text(
+            "The following `bitsandbytes` quantization config was used during training:\n"
+            "- load_in_4bit: True\n- bnb_4bit_quant_type: nf4\n- bnb_4bit_use_double_quant: True\n"
+            "- bnb_4bit_compute_dtype: bfloat16\n"
+        )
+    result = run("--base", bases("llama"), "--adapter", adapter, "--out", tmp_path / "out", "--quiet")
+    assert result.exit_code == 0
+    if source is None:
+        assert result.stderr == ""
+    else:
+        assert len(result.stderr.splitlines()) == 1 and "was trained on a 4-bit base (NF4, double quantization" in result.stderr
+        assert "add --from-4bit" in result.stderr
 
 
 def test_bitsandbytes_config_file(bases, adapters, tmp_path):

@@ -98,6 +98,19 @@ def test_a_link_to_a_file_of_the_machine_is_not_published(where, name, bases, ad
     assert not (tmp_path / "out").exists()
 
 
+@pytest.mark.parametrize("where", ["base", "adapter"])
+@pytest.mark.parametrize("target", ["nowhere", "tokenizer.json"])
+def test_a_broken_link_is_no_missing_file(where, target, bases, adapters, tmp_path):
+    """A tokenizer that is a link to nothing, or to itself: a checkpoint without its tokenizer is not what was asked for."""
+    folders = {"base": tmp_path / "base", "adapter": tmp_path / "adapter"}
+    shutil.copytree(bases("llama"), folders["base"])
+    shutil.copytree(adapters("llama"), folders["adapter"])
+    (folders[where] / "tokenizer.json").unlink(missing_ok=True)
+    (folders[where] / "tokenizer.json").symlink_to(target)
+    with pytest.raises(MergeError, match=rf"tokenizer\.json: is a broken link to {target}; put the file itself there"):
+        merge(folders["base"], folders["adapter"], tmp_path / "out")
+
+
 def test_links_that_are_followed(cache, bases, adapters, tmp_path):
     """Inside the folder, into a hub cache, and weights on another disk."""
     base = tmp_path / "base"
