@@ -21,10 +21,20 @@ from numba import types
 from numba.extending import intrinsic
 from numpy.typing import NDArray
 
-from lora_merge.merging.kernels import bf16_of_float64, compiled, contracted, round_to_bf16, round_trip_fp4, round_trip_nf4
+from lora_merge.merging.kernels import (
+    bf16_of_float64,
+    compiled,
+    contracted,
+    largest_magnitude,
+    round_to_bf16,
+    round_trip_fp4,
+    round_trip_nf4,
+)
 
 NO_TRIP, NF4_TRIP, FP4_TRIP = 0, 1, 2
 NOT_FINITE = -1
+
+_INFINITY = 0x7F80  # the pattern of a bfloat16
 
 Floats = NDArray[np.float32]
 Doubles = NDArray[np.float64]
@@ -161,14 +171,6 @@ def _take_row(source: NDArray[Any], shift: np.uint32, weight_bits: NDArray[np.ui
 
 
 @compiled
-def _row_is_finite(patterns: NDArray[np.uint16]) -> Any:
-    largest = np.uint32(0)  # 32 bits wide: the compiler makes vector instructions of that
-    for j in range(patterns.shape[0]):
-        largest = max(largest, np.uint32(patterns[j] & np.uint16(0x7FFF)))
-    return largest < np.uint32(0x7F80)
-
-
-@compiled
 def _narrow_row(weight_bits: NDArray[np.uint32], out: NDArray[np.uint16]) -> None:
     """What a round trip to bfloat16 left, as bfloat16, negative zeros included."""
     for j in range(out.shape[0]):
@@ -236,6 +238,6 @@ def merge_to_bf16(
         coefficient = _error_coefficient(b[row], scaling)
         if _round_between(weight, delta[row % 2], coefficient, a_norms, out[row], open_):
             settled += _settle(weight, b[row], a, scaling, open_, out[row], scratch)
-        if not _row_is_finite(out[row]):
+        if largest_magnitude(out[row]) >= _INFINITY:
             return NOT_FINITE
     return settled

@@ -279,9 +279,9 @@ def largest_magnitude(bits: NDArray[Any]) -> int:
     Patterns without their sign order like magnitudes, with infinities and NaN above all finite numbers.
     """
     mask = bits.dtype.type(0x7FFFFFFF if bits.itemsize == 4 else 0x7FFF)
-    largest = bits.dtype.type(0)
+    largest = np.uint32(0)  # 32 bits wide for either type: the compiler makes vector instructions of that
     for i in range(bits.shape[0]):
-        largest = max(largest, bits[i] & mask)
+        largest = max(largest, np.uint32(bits[i] & mask))
     return int(largest)
 
 
