@@ -13,7 +13,7 @@ from lora_merge.console import Progress, no_progress
 from lora_merge.merging.adapter import read_adapter
 from lora_merge.merging.binding import bind
 from lora_merge.merging.checkpoint import INDEX_FILE, Checkpoint, read_checkpoint
-from lora_merge.merging.cuda import choose_device
+from lora_merge.merging.devices import choose_device
 from lora_merge.merging.digests import adapter_digests, file_digest
 from lora_merge.merging.errors import MergeError
 from lora_merge.merging.factors import PACKINGS, PEFT_PACKING
@@ -44,7 +44,7 @@ class MergeOptions:
         revision: revision of a base on the hub.
         trust_remote_code: whether Python code in the base may run to build its architecture.
         device: where the arithmetic runs: ``"cpu"``, ``"cuda"``, or ``"auto"``; see
-            :func:`~lora_merge.merging.cuda.choose_device`.
+            :func:`~lora_merge.merging.devices.choose_device`.
         jobs: worker threads; None for one a core.
         overwrite: whether an earlier merge at the output may be replaced.
     """

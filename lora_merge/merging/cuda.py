@@ -9,8 +9,6 @@ the round trip's result from the device.
 
 from __future__ import annotations
 
-import sys
-from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
@@ -36,11 +34,9 @@ from lora_merge.merging.updates import TransposedRoundTrip
 if TYPE_CHECKING:
     import torch
 
-DEVICES = ("auto", "cpu", "cuda")
-
 BLOCK_ELEMENTS = 1 << 22
 """Elements a block: 8 MiB of bfloat16 in pinned memory, about 100 MiB on the device while it is added up and rounded."""
-_IN_FLIGHT = 8
+IN_FLIGHT = 8
 """Tensors and blocks that the device holds at the same time, at most, for the estimate of its memory."""
 
 
@@ -63,8 +59,8 @@ class TorchDevice:
         Raises:
             MergeError: a value is not finite, or the device's memory is full.
         """
-        trip, rest = _split(operations)
-        if not _computable(source, operations):
+        trip, rest = split_trip(operations)
+        if not computable(source, operations):
             return bind(source, dtype, operations, read_rows)
         import torch
 
@@ -108,16 +104,16 @@ class TorchDevice:
         return torch.empty(shape, dtype=dtype, pin_memory=self.device.type == "cuda")
 
 
-def _split(operations: tuple[Operation, ...]) -> tuple[RoundTrip | TransposedRoundTrip | None, tuple[Operation, ...]]:
+def split_trip(operations: tuple[Operation, ...]) -> tuple[RoundTrip | TransposedRoundTrip | None, tuple[Operation, ...]]:
     """The round trip, which comes first if there is one, and the rest."""
     if operations and isinstance(operations[0], RoundTrip | TransposedRoundTrip):
         return operations[0], operations[1:]
     return None, operations
 
 
-def _computable(source: TensorInfo, operations: tuple[Operation, ...]) -> bool:
+def computable(source: TensorInfo, operations: tuple[Operation, ...]) -> bool:
     """Whether the device has something to do for a tensor: a round trip, or low-rank sums and nothing else."""
-    trip, rest = _split(operations)
+    trip, rest = split_trip(operations)
     sums_only = bool(rest) and all(type(operation) is AddLowRank for operation in rest)
     return source.dtype.name in FLOATING and (trip is not None or sums_only)
 
@@ -254,59 +250,3 @@ def _as_numpy(block: torch.Tensor) -> NDArray[Any]:
 
 def _out_of_memory(source: TensorInfo, device: torch.device) -> MergeError:
     return MergeError(f"{source.name}: the memory of {device} is full; free some or merge with --device cpu")
-
-
-def choose_device(requested: str, tensors: Iterable[tuple[TensorInfo, tuple[Operation, ...]]]) -> TorchDevice | None:
-    """The device that ``requested`` (of :data:`DEVICES`) stands for; None for the processor's own kernels.
-
-    ``"auto"`` is CUDA for a merge with a round trip in a process that has CUDA running already, such as a training script, on a
-    card with room. A fresh process goes without: loading the libraries and starting the device takes longer than the
-    processor needs for the whole of a small model.
-
-    Args:
-        tensors: what will be merged: sources and their operations.
-
-    Raises:
-        MergeError: an unknown name, or ``"cuda"`` where there is none to be had.
-    """
-    if requested not in DEVICES:
-        raise MergeError(f"device {requested!r}: expected one of {', '.join(DEVICES)}")
-    mine = [(source, operations) for source, operations in tensors if _computable(source, operations)]
-    quantizing = any(_split(operations)[0] is not None for _, operations in mine)
-    if requested == "cpu" or (requested == "auto" and not (quantizing and _is_running())):
-        return None
-    missing = _what_cuda_lacks(quantizing)
-    if missing is None:
-        import torch
-
-        device = TorchDevice(torch.device("cuda", torch.cuda.current_device()))
-        if requested == "cuda" or _device_bytes(mine) < torch.cuda.mem_get_info(device.device)[0]:
-            return device
-    elif requested == "cuda":
-        raise MergeError(f"--device cuda: {missing}; merge with --device cpu, or install what is missing")
-    return None
-
-
-def _what_cuda_lacks(quantizing: bool) -> str | None:
-    try:
-        import torch
-
-        if not torch.cuda.is_available():
-            return f"torch {torch.__version__} finds no CUDA device"
-        if quantizing:
-            import bitsandbytes  # noqa: F401
-    except ImportError as error:
-        return f"{error.name or 'a library'} cannot be imported ({error})"
-    return None
-
-
-def _device_bytes(tensors: list[tuple[TensorInfo, tuple[Operation, ...]]]) -> int:
-    """An upper estimate of the device memory that binding and computing ``tensors`` takes, beside what the libraries hold."""
-    largest = max((source.nbytes for source, _ in tensors), default=0)
-    return _IN_FLIGHT * (2 * largest + 48 * BLOCK_ELEMENTS)
-
-
-def _is_running() -> bool:
-    """Whether this process has started CUDA."""
-    torch = sys.modules.get("torch")
-    return torch is not None and bool(torch.cuda.is_initialized())

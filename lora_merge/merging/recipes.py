@@ -39,7 +39,7 @@ def find_recipe(
     unknown = set(given) - set(RECIPE_FIELDS)
     if unknown:
         raise MergeError(f"recipe setting {min(unknown)!r}: expected one of {', '.join(RECIPE_FIELDS)}")
-    settings = dict(given)
+    settings: dict[str, Any] = {name: tuple(value) if isinstance(value, list) else value for name, value in given.items()}
     origins = dict.fromkeys(given, GIVEN)
     own, recorded = recipe_of_config(base_config), read_recipe(adapter_folder)
     sources = (_recipe_in_file(Path(quant_config)) if quant_config is not None else None, own, recorded)
@@ -165,7 +165,7 @@ def record_recipe(model: Any, adapter_folder: str | os.PathLike[str]) -> QuantRe
         The recipe, read from the bitsandbytes layers themselves.
 
     Raises:
-        MergeError: the model has no 4-bit layers, they disagree, or the folder holds no adapter.
+        MergeError: the model has no 4-bit layers, they disagree, the folder holds no adapter, or the record cannot be written.
     """
     from importlib.metadata import version
 
@@ -181,7 +181,17 @@ def record_recipe(model: Any, adapter_folder: str | os.PathLike[str]) -> QuantRe
         "recipe": recipe.to_json(),
         "environment": {name: version(name) for name in ("bitsandbytes", "peft", "torch", "transformers")},
     }
-    partial = folder / f".{RECIPE_FILE}.partial"
-    partial.write_text(json.dumps(record, indent=2) + "\n", encoding="utf-8")
-    partial.replace(folder / RECIPE_FILE)
+    _write_whole(folder / RECIPE_FILE, json.dumps(record, indent=2) + "\n")
     return recipe
+
+
+def _write_whole(path: Path, text: str) -> None:
+    """Write a file that appears complete or not at all."""
+    partial = path.with_name(f".{path.name}.partial")
+    try:
+        partial.write_text(text, encoding="utf-8")
+        partial.replace(path)
+    except OSError as error:
+        raise MergeError(f"{path}: cannot be written: {error.strerror or error}") from error
+    finally:
+        partial.unlink(missing_ok=True)

@@ -14,6 +14,7 @@ import threading
 from collections import deque
 from concurrent.futures import FIRST_EXCEPTION, Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 
 from lora_merge.console import Progress, no_progress
@@ -22,7 +23,7 @@ from lora_merge.merging.digests import file_digest
 from lora_merge.merging.errors import MergeError
 from lora_merge.merging.output_file import OutputFile
 from lora_merge.merging.plan import MergePlan, ShardPlan
-from lora_merge.merging.sha256 import two_hashes
+from lora_merge.merging.sha256 import TwoHashes, two_hashes
 from lora_merge.merging.side_files import SideFile
 from lora_merge.merging.streaming import Binder, Block, ShardStream, SourceFile
 
@@ -154,7 +155,10 @@ class _Digests:
     def __init__(self, base: SourceFile) -> None:
         self._base = base
         self._done = 0
-        self._hashes = two_hashes()
+
+    @cached_property
+    def _hashes(self) -> TwoHashes:
+        return two_hashes()  # in the hashing thread, since the first of a process is compiled or loaded
 
     def add(self, block: Block) -> None:
         if block.base_start is not None:

@@ -7,6 +7,12 @@ arithmetic rounded once, and the processor's kernels.
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 
@@ -15,10 +21,11 @@ import pytest
 import torch
 from bitsandbytes.functional import dequantize_4bit, quantize_4bit
 
-from lora_merge.merging import cuda
+from lora_merge.merging import cuda, devices
 from lora_merge.merging.api import MergeOptions, merge, plan_merge
 from lora_merge.merging.binding import bind
-from lora_merge.merging.cuda import TorchDevice, choose_device, rounded_once
+from lora_merge.merging.cuda import TorchDevice, rounded_once
+from lora_merge.merging.devices import StartingDevice, choose_device
 from lora_merge.merging.dtypes import BY_TORCH_NAME, round_float64
 from lora_merge.merging.errors import MergeError
 from lora_merge.merging.writer import write_plan
@@ -178,19 +185,87 @@ def test_an_unknown_device_is_refused(bases, adapters):
         ("auto", True, False, 1 << 40, None),
         ("auto", True, True, 1 << 10, None),
         ("auto", False, True, 1 << 40, None),
-        ("cuda", False, False, 1 << 10, "cuda"),
+        ("cuda", False, True, 1 << 10, "cuda"),
+        ("cuda", False, False, 1 << 10, "starting"),
         ("cpu", True, True, 1 << 40, None),
     ],
 )
 def test_auto_is_cuda_where_it_runs_already(requested, from_4bit, running, free, expected, bases, adapters, monkeypatch):
     """And only for a round trip, and where there is room."""
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: running)
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(devices, "what_is_missing", lambda quantizing: None)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (free, 1 << 40))
     options = MergeOptions(from_4bit=from_4bit, recipe=SINGLE if from_4bit else {})
     chosen = choose_device(requested, tensors_of(plan_merge(bases("llama"), adapters("llama"), options)))
-    assert (chosen and chosen.device.type) == expected
+    kinds = {None: type(None), "cuda": TorchDevice, "starting": StartingDevice}
+    assert type(chosen) is kinds[expected]
+
+
+def test_a_starting_device_is_waited_for_by_the_first_tensor_that_needs_it(bases, adapters, tmp_path, monkeypatch):
+    """What it has nothing to do for is merged before it has started; then it computes; the result is the processor's."""
+    monkeypatch.setattr(devices, "_current_device", lambda missing: TorchDevice(torch.device("cpu")))
+    options = MergeOptions(
+        from_4bit=True, recipe={**SINGLE, "quantized_modules": ["model.layers.1.self_attn.q_proj"]}, dtype="float32"
+    )
+    plan = plan_merge(bases("llama"), adapters("llama", target_modules=["v_proj"]), options)
+    started: Future[str | None] = Future()
+    starting, done, waited = StartingDevice(started), [], threading.Event()
+
+    def binder(source, *arguments):
+        if cuda.computable(source, arguments[1]):
+            waited.set()
+        bound = starting.bind(source, *arguments)
+        done.append(source.name)
+        return bound
+
+    def start() -> None:
+        assert waited.wait(60)
+        time.sleep(0.05)
+        assert done and not any("layers.1.self_attn.q_proj" in name or "v_proj" in name for name in done)
+        started.set_result(None)
+
+    folder = tmp_path / "out"
+    folder.mkdir()
+    with ThreadPoolExecutor(1) as other:
+        checking = other.submit(start)
+        write_plan(plan, folder, jobs=2, binder=binder)
+        checking.result()
+    expected = merged_on_processor(plan, tmp_path / "processor")
+    for name, weight in load_folder(folder).items():
+        assert_same_bits(weight, expected[name], name)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a card")
+def test_a_device_that_cannot_start_leaves_nothing_behind(bases, adapters, tmp_path):
+    """The command begins early and does not wait; the refusal is the same line."""
+    command = [sys.executable, "-m", "lora_merge.merging", "--device", "cuda", "--from-4bit", "--out", tmp_path / "out"]
+    command += ["--base", bases("llama"), "--adapter", adapters("llama")]
+    merged = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert merged.returncode == 1
+    assert "--device cuda: torch" in merged.stderr.splitlines()[-1]
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_bitsandbytes_loads_without_the_compiler():
+    """In a process of its own, since here it is loaded; it gives what it gives with the compiler."""
+    program = """
+import sys, torch
+from lora_merge.merging.cuda_start import _without_compiler
+with _without_compiler():
+    import bitsandbytes
+assert not [name for name in sys.modules if name.startswith(("torch._inductor.compile_fx", "torch._dynamo.convert_frame"))]
+assert torch.compile.__module__ == "torch"
+from bitsandbytes.functional import dequantize_4bit, quantize_4bit
+weight = torch.randn(64, 128, generator=torch.Generator().manual_seed(0))
+torch.save(dequantize_4bit(*quantize_4bit(weight, blocksize=64, compress_statistics=True, quant_type="nf4")), sys.argv[1])
+"""
+    with tempfile.NamedTemporaryFile(suffix=".pt") as file:
+        subprocess.run([sys.executable, "-c", program, file.name], check=True, timeout=120)
+        found = torch.load(file.name)
+    weight = torch.randn(64, 128, generator=torch.Generator().manual_seed(0))
+    packed, state = quantize_4bit(weight, blocksize=64, compress_statistics=True, quant_type="nf4")
+    assert torch.equal(found, dequantize_4bit(packed, state))
 
 
 def test_parts_of_a_stack_are_quantized_each_by_itself(device):
