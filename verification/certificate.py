@@ -24,6 +24,7 @@ from verification.measurement import Conditions
 from verification.signing import is_envelope, open_envelope, sign
 from verification.strict_json import canonical, expect_keys, strict_loads
 from verification.verdict import Verdict
+from verification.whole_file import write_whole
 
 STATEMENT_TYPE = "https://in-toto.io/Statement/v1"
 PREDICATE_TYPE = "https://in-toto.io/attestation/test-result/v0.1"
@@ -77,10 +78,7 @@ def write_certificate(
     """Write ``statement`` to ``path``, complete or not at all, in a DSSE envelope when there is a key to sign it with."""
     payload = canonical(statement)
     text = payload if sign_key is None else canonical(sign(payload.encode(), sign_key))
-    target = Path(path)
-    partial = target.with_name(f".{target.name}.partial")
-    partial.write_text(text + "\n", encoding="ascii")
-    partial.replace(target)
+    write_whole(path, f"{text}\n".encode("ascii"))
 
 
 def read_statement(path: str | os.PathLike[str], trusted_key: str | os.PathLike[str] | None = None) -> tuple[Statement, bool]:

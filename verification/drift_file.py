@@ -20,6 +20,7 @@ from verification.checks import Check, is_number
 from verification.errors import VerificationError
 from verification.measurement import ARMS, Conditions, Measurement, Measurements, NoiseFloor
 from verification.strict_json import canonical, expect_keys, strict_loads
+from verification.whole_file import write_whole
 
 FORMAT = "lora-merge/drift"
 VERSION = 2
@@ -52,11 +53,8 @@ def write_measurements(measurements: Measurements, path: str | os.PathLike[str])
     """
     lines = [canonical(_header(measurements.conditions))]
     lines += [canonical(_row(row)) for row in measurements.rows]
-    target = Path(path)
-    partial = target.with_name(f".{target.name}.partial")
     content = ("\n".join(lines) + "\n").encode("ascii")
-    partial.write_bytes(content)
-    partial.replace(target)
+    write_whole(path, content)
     return hashlib.sha256(content).hexdigest()
 
 

@@ -20,6 +20,7 @@ from verification.checks import is_number
 from verification.errors import VerificationError
 from verification.measurement import NoiseFloor
 from verification.strict_json import canonical, expect_keys, strict_loads
+from verification.whole_file import write_whole
 
 FORMAT = "lora-merge/reference"
 VERSION = 2
@@ -172,15 +173,9 @@ def write_reference(reference: Reference, target: Path) -> None:
         )
         for score in reference.scores
     ]
-    partial = target.with_name(f".{target.name}.partial")
     try:
-        with open(partial, "w", encoding="ascii", newline="\n") as file:
-            file.write("\n".join(lines) + "\n")
-            file.flush()
-            os.fsync(file.fileno())
-        partial.replace(target)
+        write_whole(target, ("\n".join(lines) + "\n").encode("ascii"))
     except OSError as error:
-        partial.unlink(missing_ok=True)
         raise VerificationError(f"{target}: cannot be written: {error.strerror or error}") from error
 
 

@@ -16,6 +16,7 @@ from verification.drift_file import write_measurements
 from verification.errors import VerificationError
 from verification.measurement import Measurements
 from verification.verdict import Verdict
+from verification.whole_file import write_whole
 
 VERDICT_FILE = "drift.json"
 JUNIT_FILE = "junit.xml"
@@ -46,8 +47,8 @@ def write(folder: Path, verdict: Verdict, measurements: Measurements | None, sig
     """
     try:
         digest = None if measurements is None else write_measurements(measurements, folder / MEASUREMENT_FILE)
-        _replace(folder / VERDICT_FILE, json.dumps(verdict.to_json(), indent=2, allow_nan=False) + "\n")
-        _replace(folder / JUNIT_FILE, junit(verdict))
+        write_whole(folder / VERDICT_FILE, (json.dumps(verdict.to_json(), indent=2, allow_nan=False) + "\n").encode())
+        write_whole(folder / JUNIT_FILE, junit(verdict).encode())
         if measurements is not None and digest is not None and verdict.outcome is not Outcome.INCONCLUSIVE:
             statement = make_statement(verdict, measurements.conditions, digest)
             write_certificate(statement, folder / CERTIFICATE_FILE, sign_key)
@@ -76,9 +77,3 @@ def junit(verdict: Verdict) -> str:
             ElementTree.SubElement(case, "system-out").text = f"{check.outcome}: {check.detail}"
     ElementTree.indent(suite)
     return ElementTree.tostring(suite, encoding="unicode", xml_declaration=True) + "\n"
-
-
-def _replace(path: Path, text: str) -> None:
-    partial = path.with_name(f".{path.name}.partial")
-    partial.write_text(text, encoding="utf-8")
-    partial.replace(path)

@@ -20,7 +20,7 @@ from pathlib import Path
 
 import pytest
 
-from lora_merge.merging import api, output_file, safetensors_file, staging, writer
+from lora_merge.merging import api, output_file, recipes, safetensors_file, staging, writer
 from lora_merge.merging.errors import MergeError
 from tests.tiny import save_tiny_adapter, save_tiny_base
 
@@ -311,3 +311,16 @@ def test_errors_of_the_disk(ground, site, monkeypatch):
         api.execute(plan, ground.out)
     monkeypatch.undo()
     assert list(ground.results.iterdir()) == []
+
+
+def test_a_recipe_that_cannot_be_recorded_leaves_nothing_half_written(tmp_path, monkeypatch):
+    (tmp_path / "adapter_config.json").write_text("{}")
+    monkeypatch.setattr(recipes, "recipe_of", lambda model: recipes.QuantRecipe())
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (100, before[1]))  # what is longer does not fit, as on a full disk
+    try:
+        with pytest.raises(MergeError, match="cannot be written: File too large"):
+            recipes.record_recipe(object(), tmp_path)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    assert [path.name for path in tmp_path.iterdir()] == ["adapter_config.json"]
