@@ -192,7 +192,7 @@ def float32_arms(
 
     The first is merged anew in float32 below ``scratch``, four bytes a parameter, and removed again.
     """
-    from lora_merge.merging.api import merge
+    from lora_merge.merging.api import execute, plan_merge
 
     if sources.base is None or sources.adapter is None:
         raise Inconclusive("--split needs base and adapter on this machine; give --base and --adapter")
@@ -200,7 +200,7 @@ def float32_arms(
     prompts = len(prepared.prompts)
     with tempfile.TemporaryDirectory(prefix=".float32-", dir=scratch) as place:
         truth = Path(place) / "reference"
-        merge(sources.base.path, sources.adapter.path, truth, merging)
+        execute(plan_merge(sources.base.path, sources.adapter.path, merging), truth, merging)
         with stages.stage("reference in float32", prompts) as progress:
             first = _float32_arm(truth, prepared, options, progress)
     with stages.stage("merged checkpoint in float32", prompts) as progress:

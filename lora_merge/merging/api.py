@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import os
+import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -12,6 +13,7 @@ from typing import Any
 from lora_merge.console import Progress, no_progress
 from lora_merge.merging.adapter import read_adapter
 from lora_merge.merging.binding import bind
+from lora_merge.merging.cautions import cautions
 from lora_merge.merging.checkpoint import INDEX_FILE, Checkpoint, read_checkpoint
 from lora_merge.merging.devices import choose_device
 from lora_merge.merging.digests import adapter_digests, file_digest
@@ -135,7 +137,8 @@ def merge(
     """Merge a LoRA adapter into its base and write the merged checkpoint to ``out``.
 
     The folder appears complete or not at all. Every merged weight is the float64 sum of base and update rounded once to the
-    output type; every other tensor holds the base's bytes.
+    output type; every other tensor holds the base's bytes. What may not be meant, such as an assumed recipe, is a
+    :class:`UserWarning` of one line (:mod:`~lora_merge.merging.cautions`).
 
     Args:
         base, adapter: as for :func:`plan_merge`.
@@ -146,7 +149,10 @@ def merge(
         MergeError: the merge cannot be done exactly right, or reading or writing failed.
     """
     options = options or MergeOptions()
-    return execute(plan_merge(base, adapter, options), out, options, progress)
+    plan = plan_merge(base, adapter, options)
+    for caution in cautions(plan, options.recipe):
+        warnings.warn(caution, stacklevel=2)
+    return execute(plan, out, options, progress)
 
 
 def execute(

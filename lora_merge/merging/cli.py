@@ -98,10 +98,12 @@ def main(base: str, adapters: tuple[str, ...], out: str, dry_run: bool, output_f
 
         cuda_start.begin(quantizing=settings["from_4bit"], own_process=True)
     from lora_merge.merging import api
+    from lora_merge.merging.cautions import cautions
 
     options = _options(settings)
     plan = api.plan_merge(base, adapters, options)
-    _warn_of_recipe(plan, options)
+    for caution in cautions(plan, options.recipe):
+        warn(caution)
     if dry_run:
         _print_plan(plan, options, output_format)
         return
@@ -148,29 +150,6 @@ def _keep_freed_memory() -> None:
         library = ctypes.CDLL(None)
         library.mallopt(trim_threshold, 1 << 30)
         library.mallopt(mmap_threshold, 1 << 30)
-
-
-def _warn_of_recipe(plan: MergePlan, options: MergeOptions) -> None:
-    from lora_merge.merging.plan import ORIGINAL_WEIGHTS
-    from lora_merge.merging.recipes import known_recipe, read_recipe
-
-    for adapter in plan.adapters if plan.method == ORIGINAL_WEIGHTS else ():
-        known = known_recipe(adapter.folder.path, adapter.named_base)
-        if known is not None:
-            warn(
-                f"{adapter.folder.source} was trained on a 4-bit base ({known.describe()}; {known.source}) and is merged into "
-                "the original weights, with which it decides differently; add --from-4bit"
-            )
-    recorded = read_recipe(plan.adapter.folder.path) if options.recipe else None
-    for name in ("quant_type", "double_quant", "block_size", "quant_dtype"):
-        given = options.recipe.get(name)
-        if recorded is not None and given is not None and name in recorded.origins and getattr(recorded, name) != given:
-            warn(f"{name} is given as {given}, but the record beside the adapter says {getattr(recorded, name)}")
-    if plan.recipe is not None and plan.recipe.assumed:
-        warn(
-            f"the quantization recipe is assumed ({plan.recipe.describe()}): nothing beside the adapter says how it was trained; "
-            "give --quant-config or the quantization flags to settle it"
-        )
 
 
 def _intention(plan: MergePlan) -> str:

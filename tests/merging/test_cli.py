@@ -9,10 +9,12 @@ import signal
 import subprocess
 import sys
 import time
+import warnings
 
 import pytest
 from click.testing import CliRunner
 
+import lora_merge
 from lora_merge.merging.cli import main
 from lora_merge.merging.recipes import RECIPE_FILE
 from tests.merging.oracle import load_folder
@@ -78,6 +80,17 @@ def test_assumed_recipe_is_said_and_a_recorded_one_is_used(bases, adapters, tmp_
     assert (recipe["quant_type"], recipe["block_size"]) == ("nf4", 128), "a flag comes before the record, setting by setting"
     assert result.stderr == "warning: quant_type is given as nf4, but the record beside the adapter says fp4\n"
     assert run(*arguments, "--out", tmp_path / "same", "--quant-type", "fp4").stderr == ""
+
+
+def test_what_the_command_line_says_once_python_warns_of_once(bases, adapters, tmp_path):
+    """Both take it from one place; the library's warning names the caller's own line."""
+    base, adapter = bases("llama"), adapters("llama")
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        lora_merge.merge(base, adapter, tmp_path / "python", lora_merge.MergeOptions(from_4bit=True))
+    assert [(type(warning.message), warning.filename) for warning in caught] == [(UserWarning, __file__)]
+    said = run("--base", base, "--adapter", adapter, "--out", tmp_path / "command", "--from-4bit", "--quiet").stderr
+    assert said == f"warning: {caught[0].message}\n" and "recipe is assumed" in said
 
 
 @pytest.mark.parametrize("source", ["record", "README.md", None])
