@@ -103,7 +103,7 @@ def plan_merge(base: str | os.PathLike[str], adapter: Adapters, options: MergeOp
     loaded = tuple(read_adapter(folder, base_is_residual=options.base_is_residual) for folder in folders)
     given = [*options.recipe] + (["quant_config"] if options.quant_config is not None else [])
     if given and not options.from_4bit:
-        raise MergeError(f"{given[0]} was given, but the merge goes into the original weights; add --from-4bit")
+        raise MergeError(f"{given[0]} was given, but the merge goes into the original weights; set from_4bit=True")
     recipe = None
     if options.from_4bit:
         recipe = find_recipe(options.recipe, options.quant_config, checkpoint.config, loaded[0].folder.path, loaded[0].named_base)

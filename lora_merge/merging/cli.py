@@ -16,6 +16,8 @@ if TYPE_CHECKING:
 
 FLOAT_TYPES = ("bfloat16", "float16", "float32")
 BLOCK_SIZES = tuple(str(1 << power) for power in range(5, 13))
+_FLAGS = {"block_size": "--blocksize"}
+"""Flags that are named otherwise than their setting."""
 
 
 @click.command("lora-merge", context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 110})
@@ -101,6 +103,7 @@ def main(base: str, adapters: tuple[str, ...], out: str, dry_run: bool, output_f
     from lora_merge.merging.cautions import cautions
 
     options = _options(settings)
+    _check_usage(options, len(adapters))
     plan = api.plan_merge(base, adapters, options)
     for caution in cautions(plan, options.recipe):
         warn(caution)
@@ -126,6 +129,21 @@ def _options(settings: dict[str, Any]) -> MergeOptions:
     if recipe["block_size"] is not None:
         recipe["block_size"] = int(recipe["block_size"])
     return MergeOptions(recipe={name: value for name, value in recipe.items() if value is not None}, **settings)
+
+
+def _check_usage(options: MergeOptions, adapters: int) -> None:
+    """Flags that cannot go together, by their own names; the library would name its parameters."""
+    import math
+
+    weights = options.weights
+    if weights is not None and (len(weights) != adapters or not all(map(math.isfinite, weights))):
+        found = ",".join(f"{weight:g}" for weight in weights)
+        numbers = "one finite number" if adapters == 1 else f"{adapters} finite numbers, one for each --adapter"
+        raise click.BadParameter(f"{found}: expected {numbers}", param_hint="--weights")
+    given = [*options.recipe] + (["quant_config"] if options.quant_config is not None else [])
+    if given and not options.from_4bit:
+        flag = _FLAGS.get(given[0], f"--{given[0].replace('_', '-')}")
+        raise click.UsageError(f"{flag} was given, but the merge goes into the original weights; add --from-4bit")
 
 
 def _numbers(text: str) -> tuple[float, ...]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 import struct
 from collections.abc import Callable
@@ -14,7 +15,9 @@ import torch
 from click.testing import CliRunner
 from safetensors.torch import load_file, save_file
 
+from lora_merge.merging.api import MergeOptions, plan_merge
 from lora_merge.merging.cli import main
+from lora_merge.merging.errors import MergeError
 
 A_KEY = "base_model.model.model.layers.0.self_attn.q_proj.lora_A.weight"
 
@@ -334,7 +337,25 @@ def test_recipe_of_modules_that_the_base_does_not_have(case):
 
 
 def test_recipe_flags_without_from_4bit(case):
-    case.assert_refused("quant_type", "--from-4bit", extra=("--quant-type", "nf4"))
+    with pytest.raises(MergeError, match=r"quant_type was given, .* from_4bit=True"):
+        plan_merge(case.base, case.adapter, MergeOptions(recipe={"quant_type": "nf4"}))
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (("--quant-type", "nf4"), "--quant-type was given, .* add --from-4bit"),
+        (("--no-double-quant",), "--double-quant was given, .* add --from-4bit"),
+        (("--blocksize", "128"), "--blocksize was given, .* add --from-4bit"),
+        (("--quant-config", "x.json"), "--quant-config was given, .* add --from-4bit"),
+        (("--weights", "0.7,0.3"), "--weights: 0.7,0.3: expected one finite number"),
+        (("--weights", "nan"), "--weights: nan: expected one finite number"),
+    ],
+)
+def test_misused_flags_are_named_as_they_were_typed(case, flags, message):
+    result = case.run(*flags)
+    assert result.exit_code == 2 and re.search(message, result.stderr.splitlines()[-1]), result.stderr
+    assert not case.out.exists()
 
 
 def test_output_that_exists(case):
