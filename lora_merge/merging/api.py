@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import os
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -15,7 +15,8 @@ from lora_merge.merging.adapter import read_adapter
 from lora_merge.merging.binding import bind
 from lora_merge.merging.cautions import cautions
 from lora_merge.merging.checkpoint import INDEX_FILE, Checkpoint, read_checkpoint
-from lora_merge.merging.devices import choose_device
+from lora_merge.merging.cuda import TorchDevice
+from lora_merge.merging.devices import StartingDevice, choose_device
 from lora_merge.merging.digests import adapter_digests, file_digest
 from lora_merge.merging.errors import MergeError
 from lora_merge.merging.factors import PACKINGS, PEFT_PACKING
@@ -160,12 +161,11 @@ def execute(
 ) -> MergeResult:
     """Carry out a plan of :func:`plan_merge`; see :func:`merge`."""
     options = options or MergeOptions()
-    target = Path(os.path.abspath(Path(out).expanduser()))
-    _check_apart(target, plan)
-    check_free(target, overwrite=options.overwrite, marker=MANIFEST_FILE)
-    check_disk(plan, target)
+    target = _absolute(out)
+    for check in _checks_of_out(plan, target, options):
+        check()
     jobs = options.jobs or os.cpu_count() or 1
-    device = choose_device(options.device, ((tensor.source, tensor.operations) for tensor in plan.tensors))
+    device = _device(plan, options)
     with staged_folder(target, overwrite=options.overwrite, marker=MANIFEST_FILE) as folder:
         adapter_files = [adapter_digests(adapter.folder.path) for adapter in plan.adapters]
         written = write_plan(plan, folder, jobs=jobs, binder=device.bind if device else bind, progress=progress)
@@ -191,6 +191,17 @@ def execute(
     return MergeResult(target, manifest, plan)
 
 
+def obstacles(plan: MergePlan, out: str | os.PathLike[str], options: MergeOptions | None = None) -> Iterator[str]:
+    """What :func:`execute` would refuse to start for, one sentence each; nothing is written."""
+    options = options or MergeOptions()
+    checks = (*_checks_of_out(plan, _absolute(out), options), lambda: _wait_for_device(plan, options))
+    for check in checks:
+        try:
+            check()
+        except MergeError as error:
+            yield str(error)
+
+
 def total_bytes(plan: MergePlan) -> int:
     """The bytes that :func:`merge` reports to its ``progress`` in all."""
     return plan.weight_bytes + sum(len(shard.header) for shard in plan.shards)
@@ -199,6 +210,30 @@ def total_bytes(plan: MergePlan) -> int:
 def _base_documents(base: Checkpoint) -> dict[str, str]:
     names = ["config.json"] + ([INDEX_FILE] if base.index is not None else [])
     return {name: file_digest(base.folder.path / name) for name in names}
+
+
+def _absolute(out: str | os.PathLike[str]) -> Path:
+    return Path(os.path.abspath(Path(out).expanduser()))
+
+
+def _checks_of_out(plan: MergePlan, out: Path, options: MergeOptions) -> tuple[Callable[[], None], ...]:
+    """What has to hold of ``out`` before the first byte; each raises :class:`MergeError`."""
+    return (
+        lambda: _check_apart(out, plan),
+        lambda: check_free(out, overwrite=options.overwrite, marker=MANIFEST_FILE),
+        lambda: check_disk(plan, out),
+    )
+
+
+def _device(plan: MergePlan, options: MergeOptions) -> TorchDevice | StartingDevice | None:
+    return choose_device(options.device, ((tensor.source, tensor.operations) for tensor in plan.tensors))
+
+
+def _wait_for_device(plan: MergePlan, options: MergeOptions) -> None:
+    """Raise :class:`MergeError` where the device cannot be used; one that is only starting says so when it is asked its name."""
+    device = _device(plan, options)
+    if device is not None:
+        _ = device.name
 
 
 def _check_apart(out: Path, plan: MergePlan) -> None:

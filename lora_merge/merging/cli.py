@@ -77,7 +77,7 @@ _FLAGS = {"block_size": "--blocksize"}
 )
 @click.option("--jobs", type=click.IntRange(min=1), metavar="N", help="Worker threads.  [default: one a core]")
 @click.option("--overwrite", is_flag=True, help="Replace an earlier merge at OUT, at the very end.")
-@click.option("--dry-run", is_flag=True, help="Print the plan and write nothing.")
+@click.option("--dry-run", is_flag=True, help="Print the plan, say what would be refused, and write nothing.")
 @click.option("--revision", metavar="R", help="Revision of a base on the hub.")
 @click.option("--trust-remote-code", is_flag=True, help="Let Python code in the base run to build its architecture.")
 @click.option("--format", "output_format", type=click.Choice(["human", "json"]), default="human", show_default=True)
@@ -108,7 +108,7 @@ def main(base: str, adapters: tuple[str, ...], out: str, dry_run: bool, output_f
     for caution in cautions(plan, options.recipe):
         warn(caution)
     if dry_run:
-        _print_plan(plan, options, output_format)
+        _print_plan(plan, options, list(api.obstacles(plan, out, options)), output_format)
         return
     if not quiet:
         note(_intention(plan))
@@ -182,12 +182,14 @@ def _intention(plan: MergePlan) -> str:
     return f"merging {pieces} updates {through}: {change}{untied}"
 
 
-def _print_plan(plan: MergePlan, options: MergeOptions, output_format: str) -> None:
+def _print_plan(plan: MergePlan, options: MergeOptions, obstacles: list[str], output_format: str) -> None:
     import json
 
     jobs = options.jobs or os.cpu_count() or 1
+    for obstacle in obstacles:
+        warn(f"this merge would be refused: {obstacle}")
     if output_format == "json":
-        click.echo(json.dumps(plan.to_json(jobs), indent=2))
+        click.echo(json.dumps({**plan.to_json(jobs), "obstacles": obstacles}, indent=2))
         return
     for shard in plan.shards:
         click.echo(f"{shard.file}: {len(shard.tensors)} tensors")
@@ -203,7 +205,7 @@ def _print_plan(plan: MergePlan, options: MergeOptions, output_format: str) -> N
     if plan.recipe is not None:
         click.echo(f"recipe: {plan.recipe.describe()} ({plan.recipe.source})")
     click.echo(
-        f"disk: {_size(plan.output_bytes)}, working memory: at most {_size(plan.memory_bytes(jobs))} with {jobs} jobs; "
+        f"disk: {_size(plan.disk_bytes)}, working memory: at most {_size(plan.memory_bytes(jobs))} with {jobs} jobs; "
         "nothing was written"
     )
 

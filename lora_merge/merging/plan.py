@@ -131,6 +131,11 @@ class MergePlan:
         """Bytes of all planned files; manifest and rounding to disk blocks not counted."""
         return sum(shard.nbytes for shard in self.shards) + sum(file.nbytes for file in self.side_files)
 
+    @property
+    def disk_bytes(self) -> int:
+        """The room that a merge asks for: the output, and a megabyte for manifest, folder and rounding to blocks."""
+        return self.output_bytes + (1 << 20)
+
     def memory_bytes(self, jobs: int) -> int:
         """An upper estimate of the working memory of the writer beside the interpreter and its libraries.
 
@@ -168,6 +173,7 @@ class MergePlan:
             ],
             "files": [file.to_json() for file in self.side_files],
             "output_bytes": self.output_bytes,
+            "disk_bytes": self.disk_bytes,
             "memory_bytes": self.memory_bytes(jobs),
         }
 

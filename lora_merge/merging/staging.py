@@ -58,6 +58,11 @@ def check_free(out: Path, *, overwrite: bool, marker: str) -> None:
     """Raise :class:`MergeError` unless ``out`` can become the result."""
     if out.is_symlink():
         raise MergeError(f"{out}: is a symbolic link; give the folder itself")
+    place = next(folder for folder in out.parents if folder.exists())
+    if not place.is_dir():
+        raise MergeError(f"{out}: cannot be created, {place} is a file")
+    if not os.access(place, os.W_OK | os.X_OK):
+        raise MergeError(f"{out}: cannot be created, there is no permission to write in {place}")
     if not out.exists():
         return
     if not out.is_dir():

@@ -41,6 +41,7 @@ def test_dry_run_prints_the_plan_and_writes_nothing(bases, adapters, tmp_path):
     assert result.exit_code == 0
     plan = json.loads(result.stdout)
     assert plan["method"] == "from-4bit" and plan["recipe"]["assumed"] is True and plan["memory_bytes"] > 0
+    assert plan["obstacles"] == []
     assert list(tmp_path.iterdir()) == []
     human = run(
         "--base", bases("llama"), "--adapter", adapters("llama"), "--out", tmp_path / "out", "--from-4bit", "--dry-run"
@@ -48,6 +49,41 @@ def test_dry_run_prints_the_plan_and_writes_nothing(bases, adapters, tmp_path):
     assert (
         "model.layers.0.mlp.up_proj.weight [128, 64] bfloat16" in human and "assumed" in human and "nothing was written" in human
     )
+
+
+def test_dry_run_says_what_the_merge_would_refuse(bases, adapters, tmp_path, monkeypatch):
+    """Oracle: the merge itself, which says the same as its error; and the room that it asks for, on a disk with just that."""
+    base, adapter = bases("llama"), adapters("llama")
+    out, file = tmp_path / "out", tmp_path / "file"
+    file.write_text("a file")
+    out.mkdir()
+    (out / "precious").write_text("data")
+
+    def both(*rest: object):
+        arguments = ("--base", base, "--adapter", adapter, "--quiet", *rest)
+        return run(*arguments, "--dry-run", "--format", "json"), run(*arguments)
+
+    for target, message in ((out, "--overwrite"), (file, "is no folder"), (file / "out", f"{file} is a file"), (base, "base")):
+        dry, real = both("--out", target)
+        assert (dry.exit_code, real.exit_code) == (0, 1), target
+        (obstacle,) = json.loads(dry.stdout)["obstacles"] if target != base else json.loads(dry.stdout)["obstacles"][:1]
+        assert real.stderr == f"error: {obstacle}\n" and message in obstacle
+        assert f"warning: this merge would be refused: {obstacle}\n" in dry.stderr
+    dry = both("--out", out, "--overwrite")[0]
+    assert ["merge_manifest.json" in obstacle for obstacle in json.loads(dry.stdout)["obstacles"]] == [True]
+
+    needed = json.loads(dry.stdout)["disk_bytes"]
+    assert needed == json.loads(dry.stdout)["output_bytes"] + 1_048_576
+    for free, refused in ((needed, False), (needed - 1, True)):
+        monkeypatch.setattr(shutil, "disk_usage", lambda folder, free=free: shutil._ntuple_diskusage(free, 0, free))
+        dry, real = both("--out", tmp_path / f"disk-{refused}")
+        assert ([f"needs {needed:,} bytes" in entry for entry in json.loads(dry.stdout)["obstacles"]]) == [True] * refused
+        assert real.exit_code == refused
+    monkeypatch.undo()
+
+    monkeypatch.setattr(os, "access", lambda folder, mode: False)
+    dry, real = both("--out", tmp_path / "fresh")
+    assert real.stderr == f"error: {json.loads(dry.stdout)['obstacles'][0]}\n" and "no permission to write" in real.stderr
 
 
 def test_assumed_recipe_is_said_and_a_recorded_one_is_used(bases, adapters, tmp_path):
