@@ -51,14 +51,21 @@ def is_running() -> bool:
 
 @contextmanager
 def _without_compiler() -> Iterator[None]:
-    """Meanwhile ``torch.compile`` gives back what it is given."""
+    """Meanwhile torch's decorators that compile a function, or keep it from being compiled, give back what they are given.
+
+    bitsandbytes uses the one for its kernels of other devices and the other, through ``torch.library``, for all; both load the
+    compiler, the second at the first call. A torch that names the second one otherwise is only slower.
+    """
     import torch
 
-    def uncompiled(function: Callable[..., Any] | None = None, **_: object) -> Any:
+    def unchanged(function: Callable[..., Any] | None = None, *_: object, **__: object) -> Any:
         return function if function is not None else lambda decorated: decorated
 
-    original, torch.compile = torch.compile, uncompiled
+    original = {name: getattr(torch, name) for name in ("compile", "_disable_dynamo") if hasattr(torch, name)}
+    for name in original:
+        setattr(torch, name, unchanged)
     try:
         yield
     finally:
-        torch.compile = original
+        for name, function in original.items():
+            setattr(torch, name, function)

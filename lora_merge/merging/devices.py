@@ -48,7 +48,9 @@ def choose_device(
 
 @dataclass(frozen=True)
 class StartingDevice:
-    """A :class:`TorchDevice` to be, for a process without CUDA: it is waited for by the first tensor that it has to compute.
+    """A :class:`TorchDevice` to be, for a process without CUDA: it is waited for by the first tensor with a round trip.
+
+    Low-rank sums alone are the same to the last bit on the processor, which computes them until the device is there.
 
     Attributes:
         missing: what keeps it from starting, in words, or None.
@@ -63,7 +65,8 @@ class StartingDevice:
 
     def bind(self, source: TensorInfo, dtype: DType, operations: tuple[Operation, ...], read_rows: ReadInto) -> Bound:
         """:meth:`TorchDevice.bind`; raises :class:`MergeError` as well where the device cannot start."""
-        if not computable(source, operations):
+        waiting = not self.missing.done() and split_trip(operations)[0] is None
+        if waiting or not computable(source, operations):
             return bind(source, dtype, operations, read_rows)
         return _current_device(self.missing.result()).bind(source, dtype, operations, read_rows)
 

@@ -21,7 +21,8 @@ from numba import types
 from numba.extending import intrinsic
 from numpy.typing import NDArray
 
-from lora_merge.merging.kernels import (
+from lora_merge.merging.kernels import NF4_TRIP, NO_TRIP, NOT_FINITE
+from lora_merge.merging.loops import (
     bf16_of_float64,
     compiled,
     contracted,
@@ -31,17 +32,7 @@ from lora_merge.merging.kernels import (
     round_trip_nf4,
 )
 
-NO_TRIP, NF4_TRIP, FP4_TRIP = 0, 1, 2
-NOT_FINITE = -1
-
 _INFINITY = 0x7F80  # the pattern of a bfloat16
-
-Floats = NDArray[np.float32]
-Doubles = NDArray[np.float64]
-TripArguments = tuple[int, int, Floats, Floats, Floats, Floats]
-"""trip, block_size, inverses, scales, levels, bounds of :func:`merge_to_bf16`."""
-UpdateArguments = tuple[Doubles, Doubles, Floats, Floats, float, Floats]
-"""b, a, b32, a32, scaling, a_norms of :func:`merge_to_bf16`."""
 
 
 @intrinsic
@@ -202,7 +193,7 @@ def merge_to_bf16(
         source: (rows, in_features): the patterns of bfloat16 (uint16) or of float32 (uint32). A round trip needs rows that are a
             whole number of its blocks long, and rounds its result to bfloat16, as training from bfloat16 did.
         trip: ``NO_TRIP``, ``NF4_TRIP`` or ``FP4_TRIP``; then ``block_size`` and (blocks of these rows,) ``inverses`` and
-            ``scales``, and ``levels`` and ``bounds`` as for :func:`~lora_merge.merging.kernels.round_trip_nf4`.
+            ``scales``, and ``levels`` and ``bounds`` as for :func:`~lora_merge.merging.loops.round_trip_nf4`.
         b, a: (rows, rank) and (rank, in_features), the adapter's halves in float64; rank 0 adds nothing.
         b32, a32: ``float32(scaling * b)`` and ``float32(a)``.
         a_norms: (in_features,), the Euclidean norms of the columns of ``a``.

@@ -20,7 +20,7 @@ from typing import Any, ClassVar, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from lora_merge.merging import fused, kernels
+from lora_merge.merging import kernels
 from lora_merge.merging.dtypes import BY_TORCH_NAME, DType, round_float64, round_through
 from lora_merge.merging.errors import MergeError
 from lora_merge.merging.factors import Factor
@@ -206,10 +206,10 @@ class BoundRoundTrip(Step):
         recipe = self.operation.recipe
         return self.exact and recipe.quant_dtype == "bfloat16" and self.columns % recipe.block_size == 0
 
-    def kernel_arguments(self, start: int, stop: int) -> fused.TripArguments:
+    def kernel_arguments(self, start: int, stop: int) -> kernels.TripArguments:
         """What the fused kernel takes of the round trip, for rows ``[start, stop)``."""
         recipe, blocks = self.operation.recipe, self.operation._blocks(self.columns, start, stop)
-        kind = fused.NF4_TRIP if recipe.quant_type == "nf4" else fused.FP4_TRIP
+        kind = kernels.NF4_TRIP if recipe.quant_type == "nf4" else kernels.FP4_TRIP
         levels, bounds = level_tables(recipe.quant_type)
         return kind, recipe.block_size, self.scales.inverses[blocks], self.scales.scales[blocks], levels, bounds
 
@@ -314,7 +314,7 @@ class BoundLowRank(Step):
                 return merged
         return super().rounded(values, start, stop, dtype)
 
-    def kernel_arguments(self, start: int, stop: int) -> fused.UpdateArguments:
+    def kernel_arguments(self, start: int, stop: int) -> kernels.UpdateArguments:
         """What the fused kernel takes of the update, for rows ``[start, stop)``."""
         left, right = self.update.left[start:stop], self.update.right
         return left, right, self.left32[start:stop], self.right32, self.update.scaling, self.right_norms
@@ -330,15 +330,15 @@ def in_one_pass(
     out = np.empty(source.shape, np.uint16)
     through = trip.kernel_arguments(start, stop) if trip else _NO_TRIP
     added = update.kernel_arguments(start, stop) if update else _no_update(*source.shape)
-    settled = fused.merge_to_bf16(source, *through, *added, out)
-    return out if settled != fused.NOT_FINITE else None
+    settled = kernels.merge_to_bf16(source, *through, *added, out)
+    return out if settled != kernels.NOT_FINITE else None
 
 
 _NOTHING = np.empty(0, np.float32)
-_NO_TRIP: fused.TripArguments = (fused.NO_TRIP, 1, _NOTHING, _NOTHING, _NOTHING, _NOTHING)
+_NO_TRIP: kernels.TripArguments = (kernels.NO_TRIP, 1, _NOTHING, _NOTHING, _NOTHING, _NOTHING)
 
 
-def _no_update(rows: int, columns: int) -> fused.UpdateArguments:
+def _no_update(rows: int, columns: int) -> kernels.UpdateArguments:
     """The arguments of an update of rank 0."""
     b, a = np.empty((rows, 0)), np.empty((0, columns))
     return b, a, b.astype(np.float32), a.astype(np.float32), 0.0, np.zeros(columns, np.float32)

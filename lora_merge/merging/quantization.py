@@ -173,7 +173,10 @@ def block_scales(absmax: NDArray[np.float32], recipe: QuantRecipe) -> BlockScale
 
 def quantize_absmax(shifted: NDArray[np.float32], nested_absmax: NDArray[np.float32]) -> NDArray[np.uint8]:
     """The 8-bit codes (blocks,) of an absmax less its mean; ``nested_absmax`` (nested blocks,) is an output."""
-    return kernels.quantize_dynamic_8bit(shifted, DOUBLE_QUANT_BLOCK, dynamic_map(), *_dynamic_cells(), nested_absmax)
+    codes: NDArray[np.uint8] = kernels.quantize_dynamic_8bit(
+        shifted, DOUBLE_QUANT_BLOCK, dynamic_map(), *_dynamic_cells(), nested_absmax
+    )
+    return codes
 
 
 @cache

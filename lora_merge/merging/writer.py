@@ -21,9 +21,9 @@ from lora_merge.console import Progress, no_progress
 from lora_merge.merging.binding import bind
 from lora_merge.merging.digests import file_digest
 from lora_merge.merging.errors import MergeError
+from lora_merge.merging.hash_pair import HashPair, hash_pair
 from lora_merge.merging.output_file import OutputFile
 from lora_merge.merging.plan import MergePlan, ShardPlan
-from lora_merge.merging.sha256 import TwoHashes, two_hashes
 from lora_merge.merging.side_files import SideFile
 from lora_merge.merging.streaming import Binder, Block, ShardStream, SourceFile
 
@@ -64,7 +64,7 @@ def write_plan(
         ThreadPoolExecutor(1) as syncer,
         ThreadPoolExecutor(shards_at_once(jobs)) as shards,
     ):
-        crew = _Crew(workers, syncer, jobs, binder, progress)
+        crew = _Crew(workers, syncer, jobs, len(plan.shards), binder, progress)
         writing = {shard.file: shards.submit(_write_shard, shard, plan, folder / shard.file, crew) for shard in plan.shards}
         try:
             for file in plan.side_files:
@@ -99,11 +99,12 @@ def check_disk(plan: MergePlan, out: Path) -> None:
 
 @dataclass(frozen=True)
 class _Crew:
-    """What the shards in work share. ``stop`` is set when one of them has failed."""
+    """What the shards in work share. ``files``: how many there are in all; ``stop`` is set when one of them has failed."""
 
     workers: ThreadPoolExecutor
     syncer: ThreadPoolExecutor
     jobs: int
+    files: int
     binder: Binder
     progress: Progress
     stop: threading.Event = field(default_factory=threading.Event)
@@ -112,6 +113,11 @@ class _Crew:
     def ahead(self) -> int:
         """Blocks of a shard that are computed before they can be written."""
         return 2 + 2 * self.jobs // shards_at_once(self.jobs)
+
+    @property
+    def hashing_cores(self) -> int:
+        """Cores for hashing one file as it is read and as it is written: 2 where that leaves half of them to the arithmetic."""
+        return 2 if self.jobs >= 4 * min(self.files, shards_at_once(self.jobs)) else 1
 
 
 def _write_shard(shard: ShardPlan, plan: MergePlan, target: Path, crew: _Crew) -> tuple[str, str, Future[None]]:
@@ -122,7 +128,7 @@ def _write_shard(shard: ShardPlan, plan: MergePlan, target: Path, crew: _Crew) -
         ThreadPoolExecutor(1) as hasher,
         OutputFile(target, shard.nbytes) as file,
     ):
-        digests = _Digests(stream.base)
+        digests = _Digests(stream.base, crew.hashing_cores)
         hashing: deque[Future[None]] = deque()
         syncing: Future[None] | None = None
         synced = 0
@@ -152,13 +158,14 @@ class _Digests:
     that an adapter's take the place of) is read when its turn comes.
     """
 
-    def __init__(self, base: SourceFile) -> None:
+    def __init__(self, base: SourceFile, cores: int) -> None:
         self._base = base
+        self._cores = cores
         self._done = 0
 
     @cached_property
-    def _hashes(self) -> TwoHashes:
-        return two_hashes()  # in the hashing thread, since the first of a process is compiled or loaded
+    def _hashes(self) -> HashPair:
+        return hash_pair(self._cores)  # in the hashing thread, since code may have to be loaded for it
 
     def add(self, block: Block) -> None:
         if block.base_start is not None:

@@ -11,8 +11,9 @@ from hypothesis import strategies as st
 from numba import config
 
 from lora_merge.merging import sha256
+from lora_merge.merging.hash_pair import SideBySide, hash_pair
 
-KINDS = [sha256._SideBySide] + ([sha256._Interleaved] if sha256._has_instructions() else [])
+KINDS = [SideBySide] + ([sha256.Interleaved] if sha256.has_instructions() else [])
 DATA = np.random.default_rng(0).integers(0, 256, 1 << 16, dtype=np.uint8).tobytes()
 
 
@@ -45,12 +46,22 @@ def test_the_constants_are_those_of_the_standard():
     assert (sha256._INITIAL_STATE[0], sha256._INITIAL_STATE[-1]) == (0x6A09E667, 0x5BE0CD19)
 
 
+def test_the_way_is_chosen_by_cores_and_by_measuring(monkeypatch):
+    monkeypatch.setattr(sha256, "pays", lambda: True)
+    assert type(hash_pair(1)) is sha256.Interleaved
+    assert type(hash_pair(2)) is SideBySide
+    monkeypatch.setattr(sha256, "pays", lambda: False)
+    assert type(hash_pair(1)) is SideBySide
+
+
 def test_a_processor_that_the_user_names_gets_hashlib(monkeypatch):
     """NUMBA_CPU_NAME=generic compiles for a processor without the instructions, whatever this one has."""
     monkeypatch.setattr(config, "CPU_NAME", "generic")
-    sha256._has_instructions.cache_clear()
+    for asked in (sha256.has_instructions, sha256.pays):
+        asked.cache_clear()
     try:
-        assert type(sha256.two_hashes()) is sha256._SideBySide
+        assert type(hash_pair(1)) is SideBySide
     finally:
         monkeypatch.undo()
-        sha256._has_instructions.cache_clear()
+        for asked in (sha256.has_instructions, sha256.pays):
+            asked.cache_clear()
