@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from lora_merge.engines.errors import EngineError
+from lora_merge.errors import no_file, no_folder
 from verification import report_folder
 from verification.arms import Stages
 from verification.checks import Outcome
@@ -55,13 +58,10 @@ def verify_skip_drift(
         VerificationError: the report folder or the signing key cannot be used.
     """
     options = options or VerifyOptions()
-    if not Path(merged).is_dir():
-        reason = f"{merged}: no such folder; expected a merged checkpoint, as lora-merge --out makes it"
-        return could_not_measure("measurement", reason, options.limits)
     # A mistyped name is no reason to take an earlier run's report away.
-    for file, what in ((prompts, "a JSON Lines prompt file"), (options.measure.reference, "a recorded reference")):
-        if file is not None and not Path(file).is_file():
-            return could_not_measure("measurement", f"{file}: no such file; expected {what}", options.limits)
+    mistyped = next(_mistyped(merged, prompts, options.measure), None)
+    if mistyped is not None:
+        return could_not_measure("measurement", mistyped, options.limits)
     folder = certificate_path(merged).parent if options.report is None else Path(options.report)
     _check_apart(folder, Path(merged))
     report_folder.clear(folder)
@@ -80,6 +80,27 @@ def verify_skip_drift(
     return verdict
 
 
+def _mistyped(merged: str | os.PathLike[str], prompts: str | os.PathLike[str], options: MeasureOptions) -> Iterator[str]:
+    """What can be known to be impossible before anything is read, one sentence each."""
+    if options.engine.device != "auto":
+        from lora_merge.engines.loading import resolve_device
+
+        try:
+            resolve_device(options.engine.device)
+        except EngineError as error:
+            yield str(error)
+    found = [no_folder(merged, "a merged checkpoint, as lora-merge --out makes it"), no_file(prompts, "a JSON Lines prompt file")]
+    if options.reference is not None:
+        found.append(no_file(options.reference, "a recorded reference"))
+    yield from (reason for reason in found if reason is not None)
+    if options.record_reference is not None:
+        target = Path(options.record_reference)
+        if target.is_dir():
+            yield f"{target}: is a folder; expected the name of a file to record the reference in"
+        elif not target.parent.is_dir():
+            yield f"{target}: cannot be written, there is no folder {target.parent}"
+
+
 def judge_again(
     drift_file: str | os.PathLike[str],
     limits: Limits,
@@ -88,12 +109,21 @@ def judge_again(
 ) -> Verdict:
     """Judge the measurements in a ``drift.jsonl`` again, without a model; with ``report`` write a whole report there.
 
+    Returns:
+        The verdict. Where the file cannot be read, or is not as docs/drift-format.md says, there is nothing to judge: it is
+        inconclusive and says why, and ``report`` is left as it is.
+
     Raises:
-        VerificationError: the file is not as docs/drift-format.md says, or the report folder or key cannot be used.
+        VerificationError: the report folder or key cannot be used.
     """
-    measurements = read_measurements(drift_file)
+    try:
+        measurements = read_measurements(drift_file)
+    except VerificationError as error:
+        return could_not_measure("measurement", str(error), limits)
     verdict = judge(measurements, limits)
     if report is not None:
+        if sign_key is not None:
+            check_signing_key(sign_key)
         report_folder.clear(Path(report))
         report_folder.write(Path(report), verdict, measurements, sign_key)
     return verdict

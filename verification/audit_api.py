@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Literal
 
 from lora_merge.console import Progress, no_progress
+from lora_merge.errors import no_folder
 from lora_merge.merging.api import plan_merge
 from lora_merge.merging.errors import MergeError
 from lora_merge.merging.folders import resolve_folder
@@ -71,8 +72,8 @@ def audit_merge(
     """
     options = options or AuditOptions()
     folder = Path(merged)
-    if not folder.is_dir():
-        raise Inconclusive(f"{merged}: no such folder; expected a merged checkpoint")
+    if reason := no_folder(merged, "a merged checkpoint"):
+        raise Inconclusive(reason)
     try:
         sources = find_sources(folder, options.sources, None, several_adapters=True)
         plan = merge_plan(sources, options.method, trust_remote_code=options.trust_remote_code)

@@ -21,7 +21,7 @@ from verification.drift_file import ORIGINS
 from verification.errors import VerificationError
 from verification.limits import Limits
 from verification.measurement import Conditions
-from verification.signing import is_envelope, open_envelope, sign
+from verification.signing import check_trusted_key, is_envelope, open_envelope, sign
 from verification.strict_json import canonical, expect_keys, strict_loads
 from verification.verdict import Verdict
 from verification.whole_file import write_whole
@@ -88,6 +88,10 @@ def read_statement(path: str | os.PathLike[str], trusted_key: str | os.PathLike[
         VerificationError: the file is missing or malformed, of an unknown version, or, with a key, not signed by it.
     """
     what = f"certificate {path}"
+    if trusted_key is not None:
+        check_trusted_key(trusted_key)
+    if Path(path).is_dir():
+        raise VerificationError(f"{what}: is a folder; give the file in it, such as {Path(path) / CERTIFICATE_FILE}")
     try:
         value = strict_loads(Path(path).read_bytes(), what)
     except OSError as error:

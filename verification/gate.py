@@ -11,6 +11,7 @@ from typing import Any
 from lora_merge.console import Progress, no_progress
 from lora_merge.engines.errors import EngineError
 from lora_merge.engines.labels import DecisionLabels
+from lora_merge.errors import no_folder
 from lora_merge.merging.digests import file_digest, folder_digests, root_digest
 from lora_merge.merging.errors import MergeError
 from verification.certificate import CERTIFICATE_FILE, MEASUREMENT_FILE, Statement, read_statement
@@ -147,8 +148,8 @@ def folder_files(folder: str | os.PathLike[str], progress: Progress = no_progres
         VerificationError: a file cannot be read, or there is a link to a folder, whose files nothing would vouch for.
     """
     root = Path(folder)
-    if not root.is_dir():
-        raise VerificationError(f"{root}: no such folder; expected a merged checkpoint")
+    if reason := no_folder(root, "a merged checkpoint"):
+        raise VerificationError(reason)
     linked = next((path for path in sorted(root.rglob("*")) if path.is_symlink() and path.is_dir()), None)
     if linked is not None:
         raise VerificationError(f"{linked}: is a link to a folder; put the files themselves there")

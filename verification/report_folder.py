@@ -29,6 +29,8 @@ def clear(folder: Path) -> None:
     Raises:
         VerificationError: it cannot be written to.
     """
+    if folder.exists() and not folder.is_dir():
+        raise VerificationError(f"report folder {folder}: is a file; expected a folder, choose another --report")
     try:
         folder.mkdir(parents=True, exist_ok=True)
         for name in FILES:

@@ -9,10 +9,14 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
+from lora_merge.errors import no_file
 from verification.errors import VerificationError
 from verification.strict_json import expect_keys
+
+if TYPE_CHECKING:
+    from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PublicKey
 
 PAYLOAD_TYPE = "application/vnd.in-toto+json"
 
@@ -29,7 +33,7 @@ def sign(payload: bytes, private_key: str | os.PathLike[str]) -> dict[str, Any]:
     from securesystemslib.signer import CryptoSigner
 
     try:
-        key = load_pem_private_key(_read_key(private_key), None)
+        key = load_pem_private_key(_read_key(private_key, "signing key", "an Ed25519 private key in PEM"), None)
     except (ValueError, TypeError) as error:
         raise VerificationError(f"signing key {private_key}: is no unencrypted PEM private key: {error}") from error
     if not isinstance(key, Ed25519PrivateKey):
@@ -42,6 +46,15 @@ def sign(payload: bytes, private_key: str | os.PathLike[str]) -> dict[str, Any]:
 def check_signing_key(private_key: str | os.PathLike[str]) -> None:
     """Sign nothing of importance, so that a bad key is found before hours of measuring; raises as :func:`sign` does."""
     sign(b"{}", private_key)
+
+
+def check_trusted_key(public_key: str | os.PathLike[str]) -> None:
+    """Find a bad key before anything else is read.
+
+    Raises:
+        VerificationError: the file cannot be read or holds no Ed25519 public key in PEM.
+    """
+    _public_key(public_key)
 
 
 def is_envelope(value: Any) -> bool:
@@ -72,18 +85,10 @@ def open_envelope(value: Mapping[str, Any], trusted_key: str | os.PathLike[str] 
 
 
 def _check_signature(envelope: Any, trusted_key: str | os.PathLike[str]) -> None:
-    from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PublicKey
-    from cryptography.hazmat.primitives.serialization import load_pem_public_key
     from securesystemslib.exceptions import UnverifiedSignatureError
     from securesystemslib.signer import SSlibKey
 
-    try:
-        public = load_pem_public_key(_read_key(trusted_key))
-    except (ValueError, TypeError) as error:
-        raise VerificationError(f"trusted key {trusted_key}: is no PEM public key: {error}") from error
-    if not isinstance(public, Ed25519PublicKey):
-        raise VerificationError(f"trusted key {trusted_key}: is a {type(public).__name__}, expected an Ed25519 key")
-    message = envelope.pae()
+    public, message = _public_key(trusted_key), envelope.pae()
     for signature in envelope.signatures.values():
         # The key id of a signature is a hint that nothing protects; what counts is whether the trusted key verifies it.
         try:
@@ -94,8 +99,23 @@ def _check_signature(envelope: Any, trusted_key: str | os.PathLike[str]) -> None
     raise VerificationError(f"certificate: none of its {len(envelope.signatures)} signatures is by the trusted key {trusted_key}")
 
 
-def _read_key(path: str | os.PathLike[str]) -> bytes:
+def _public_key(path: str | os.PathLike[str]) -> Ed25519PublicKey:
+    from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PublicKey
+    from cryptography.hazmat.primitives.serialization import load_pem_public_key
+
+    try:
+        public = load_pem_public_key(_read_key(path, "trusted key", "an Ed25519 public key in PEM"))
+    except (ValueError, TypeError) as error:
+        raise VerificationError(f"trusted key {path}: is no PEM public key: {error}") from error
+    if not isinstance(public, Ed25519PublicKey):
+        raise VerificationError(f"trusted key {path}: is a {type(public).__name__}, expected an Ed25519 key")
+    return public
+
+
+def _read_key(path: str | os.PathLike[str], what: str, expected: str) -> bytes:
+    if reason := no_file(path, expected):
+        raise VerificationError(f"{what} {reason}")
     try:
         return Path(path).read_bytes()
     except OSError as error:
-        raise VerificationError(f"key {path}: cannot be read: {error.strerror or error}") from error
+        raise VerificationError(f"{what} {path}: cannot be read: {error.strerror or error}") from error

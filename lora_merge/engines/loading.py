@@ -17,15 +17,23 @@ _MESSAGE_LIMIT = 400
 
 
 def resolve_device(device: str) -> torch.device:
-    """``auto`` as CUDA where there is one, else the CPU; anything else by its name."""
+    """``auto`` as CUDA where there is one, else the CPU; ``cpu``, ``cuda`` or ``cuda:1`` by its name.
+
+    Raises:
+        EngineError: another name, or a CUDA device that is not there.
+    """
     if device == "auto":
         return torch.device("cuda:0" if torch.cuda.is_available() else "cpu")
     try:
         resolved = torch.device(device)
     except RuntimeError as error:
         raise EngineError(f"device {device!r} is unknown; expected auto, cpu or cuda") from error
+    if resolved.type not in ("cpu", "cuda"):
+        raise EngineError(f"device {device!r} cannot be used; expected auto, cpu or cuda")
     if resolved.type == "cuda" and not torch.cuda.is_available():
         raise EngineError(f"device {device!r} was asked for and torch {torch.__version__} sees no CUDA device; use --device cpu")
+    if resolved.type == "cuda" and (resolved.index or 0) >= torch.cuda.device_count():
+        raise EngineError(f"device {device!r} was asked for and torch sees {torch.cuda.device_count()}, counted from cuda:0")
     return resolved
 
 

@@ -8,6 +8,7 @@ from pathlib import Path
 
 from lora_merge.engines.labels import resolve_labels
 from lora_merge.engines.protocol import Engine, GenerationLimits
+from lora_merge.errors import no_file
 from lora_merge.generation.chunk import Job
 from lora_merge.generation.errors import GenerationError, NoCertificate
 from lora_merge.generation.files import scan
@@ -15,7 +16,7 @@ from lora_merge.generation.gate import Gate, folder_bytes, open_gate
 from lora_merge.generation.intake import Intake, take_in
 from lora_merge.generation.options import GateOptions, GenerateOptions
 from lora_merge.generation.phases import Phases
-from lora_merge.generation.record import quarantine_path, read_record
+from lora_merge.generation.record import quarantine_path, read_record, record_path
 from lora_merge.generation.run import EngineOpener, GenerateResult, Run, Say, silent
 from lora_merge.generation.selection import Selection
 from lora_merge.generation.settle import Settled, settle
@@ -79,8 +80,7 @@ def generate_gated(
     phases = phases or Phases()
     with contextlib.ExitStack() as stack:
         target = Path(out)
-        if target.resolve().is_relative_to(Path(model).resolve()):
-            raise GenerationError(f"{target}: lies in the checkpoint's folder and would change it; give an --out elsewhere")
+        _check_files(Path(model), Path(prompts), target, options)
         sink = stack.enter_context(contextlib.closing(Sink.open(target, resume=options.resume)))
         earlier = read_record(target) if sink.holds_rows else None
         try:
@@ -95,6 +95,24 @@ def generate_gated(
         spool = stack.enter_context(PromptSpool(target.parent))
         intake, job = _prepare(gate, Path(prompts), target, options, settled, spool, phases, say)
         return Run(gate, target, options, settled, intake, job, sink, phases, say).finish(earlier, open_engine)
+
+
+def _check_files(model: Path, prompts: Path, out: Path, options: GenerateOptions) -> None:
+    """Mistyped names, before anything is made or read."""
+    if out.resolve().is_relative_to(model.resolve()):
+        raise GenerationError(f"{out}: lies in the checkpoint's folder and would change it; give an --out elsewhere")
+    if reason := no_file(prompts, "a JSON Lines prompt file"):
+        raise GenerationError(f"prompt file {reason}")
+    if out.is_dir():
+        raise GenerationError(f"{out}: is a folder; expected the name of a results file as --out")
+    if not out.exists():
+        return
+    if out.samefile(prompts):
+        raise GenerationError(f"{out}: is the prompt file itself; give another --out")
+    if out.is_file() and out.stat().st_size and not options.resume and not record_path(out).exists():
+        raise GenerationError(
+            f"{out}: exists and holds no results of gated-generate ({record_path(out).name} is not beside it); give another --out"
+        )
 
 
 def standing(gate: Gate) -> str:

@@ -15,6 +15,7 @@ from typing import Any
 from lora_merge.console import Progress, no_progress
 from lora_merge.engines.labels import DecisionLabels
 from lora_merge.engines.opening import EngineKind
+from lora_merge.errors import no_folder
 from lora_merge.generation.errors import GenerationError, NoCertificate
 from lora_merge.generation.options import GateOptions
 from verification.errors import VerificationError
@@ -98,13 +99,13 @@ def open_gate(model: Path, options: GateOptions, progress: Progress = no_progres
         NoCertificate: it has none, and ``options`` does not allow that.
         GenerationError: there is no such folder.
     """
-    if not model.is_dir():
-        raise GenerationError(f"model {model}: no such folder; expected a merged checkpoint, as lora-merge --out makes it")
+    if reason := no_folder(model, "a merged checkpoint, as lora-merge --out makes it"):
+        raise GenerationError(f"model {reason}")
     stamps = file_stamps(model)
     if options.allow_ungated:
         return Gate(model, _root(folder_files(model, progress)), None, stamps)
     path = Path(options.certificate) if options.certificate is not None else certificate_path(model)
-    if not path.is_file():
+    if not path.exists():
         raise NoCertificate(f"{model} has no certificate at {path}; run: verify-skip-drift --merged {model} --prompts PROMPTS")
     policy = Policy(
         max_delta=options.max_delta,

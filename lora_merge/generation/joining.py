@@ -10,6 +10,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import IO, Any
 
+from lora_merge.errors import no_file
 from lora_merge.generation.errors import GenerationError
 from lora_merge.generation.files import replaced_file, scan
 from lora_merge.generation.record import RunRecord, quarantine_path, read_record, record_path, write_record
@@ -56,6 +57,8 @@ def _ordered(paths: Sequence[Path]) -> list[tuple[Path, RunRecord]]:
     """The shards by index, once they are known to be all of one run."""
     found: dict[int, tuple[Path, RunRecord]] = {}
     for path in paths:
+        if reason := no_file(path, "the results file of a shard"):
+            raise GenerationError(reason)
         record = read_record(path)
         if record.shard.index in found:
             other = found[record.shard.index]

@@ -63,6 +63,37 @@ def test_a_refusal_is_one_line_and_exit_1(checkpoint, prompts, tmp_path):
     assert "was changed since it was certified" in done.stderr
 
 
+@pytest.mark.parametrize(
+    ("flag", "name", "message"),
+    [
+        ("--out", "prompts.jsonl", "is the prompt file itself; give another --out"),
+        ("--out", "precious.txt", "exists and holds no results of gated-generate (precious.txt.run.json is not beside it)"),
+        ("--out", "merged-report", "is a folder; expected the name of a results file"),
+        ("--prompts", "merged", "is a folder; expected a JSON Lines prompt file"),
+        ("--prompts", "none.jsonl", "no such file; expected a JSON Lines prompt file"),
+        ("--model", "prompts.jsonl", "is a file; expected a merged checkpoint"),
+        ("--certificate", "merged-report", "is a folder; give the file in it, such as "),
+        ("--trusted-key", "none.pub", "no such file; expected an Ed25519 public key in PEM"),
+    ],
+)
+def test_a_file_for_a_folder_and_the_reverse_are_one_line(flag, name, message, checkpoint, prompts, tmp_path):
+    (tmp_path / "precious.txt").write_text("precious")
+    before = {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
+    given = {"--model": checkpoint, "--prompts": prompts, "--out": tmp_path / "r.jsonl", flag: tmp_path / name}
+    done = call(*(word for pair in given.items() for word in pair), "--skip-threshold", 0.4)
+    assert done.exit_code == 1 and done.stdout == ""
+    assert len(done.stderr.splitlines()) == 1 and f"{tmp_path / name}: {message}" in done.stderr
+    assert {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()} == before
+
+
+def test_a_part_that_is_not_there_is_named(tmp_path):
+    done = call("join", tmp_path / "1.jsonl", "--out", tmp_path / "r.jsonl")
+    assert (
+        done.exit_code == 1
+        and done.stderr == f"error: {tmp_path / '1.jsonl'}: no such file; expected the results file of a shard\n"
+    )
+
+
 def test_ungated_is_loud_even_when_quiet(checkpoint, prompts, tmp_path):
     shutil.rmtree(certificate_path(checkpoint).parent)
     arguments = (checkpoint, prompts, tmp_path / "r.jsonl", "--engine", "hf", "--quiet")

@@ -191,6 +191,21 @@ def test_without_a_certificate_nothing_runs(case: Case) -> None:
         case.check()
 
 
+def test_a_folder_as_certificate_is_told_what_to_give(case: Case) -> None:
+    with pytest.raises(
+        VerificationError, match=r"report: is a folder; give the file in it, such as .*report/gate\.intoto\.json$"
+    ):
+        check_certificate(case.folder, case.certificate.parent)
+
+
+@pytest.mark.parametrize(("name", "what"), [("none.pub", "no such file"), ("merged", "is a folder")])
+def test_a_trusted_key_that_is_no_file_is_said_before_anything_about_the_certificate(case: Case, name: str, what: str) -> None:
+    """This one is not signed, which would be the next thing to say."""
+    key = case.folder.parent / name
+    with pytest.raises(VerificationError, match=f"^trusted key {key}: {what}; expected an Ed25519 public key in PEM$"):
+        case.check(trusted_key=key)
+
+
 def test_a_certificate_of_another_checkpoint_is_denied(case: Case, tmp_path: Path) -> None:
     other = Case(tmp_path / "second")
     (other.folder / "model.safetensors").write_bytes(b"other weights")
@@ -402,7 +417,7 @@ def test_keys_that_are_no_ed25519_keys_are_refused(case: Case, keys: dict[str, P
     ):
         with pytest.raises(VerificationError, match=message):
             case.certify(sign_key=path)
-    with pytest.raises(VerificationError, match="cannot be read"):
+    with pytest.raises(VerificationError, match="no such file; expected an Ed25519 private key"):
         case.certify(sign_key=tmp_path / "none")
     case.certify(sign_key=keys["ours.key"])
     with pytest.raises(VerificationError, match="is no PEM public key"):

@@ -26,10 +26,11 @@ from transformers import AutoModelForCausalLM
 
 from lora_merge.merging.api import MergeOptions, merge
 from tests.engines.builders import WORDS, make_tokenizer
+from tests.verification.builders import ordinary
 from tests.verification.tiny_qlora import PREFILL, make_prompt_rows, write_rows
 from verification.checks import Outcome
 from verification.cli import main
-from verification.drift_file import read_measurements
+from verification.drift_file import read_measurements, write_measurements
 from verification.errors import VerificationError
 from verification.gate import Policy, check_certificate
 from verification.limits import Limits
@@ -436,8 +437,66 @@ def test_usage_errors_exit_with_2(arguments: list[str]) -> None:
     run(*arguments, exit_code=2)
 
 
-def test_judging_a_file_that_is_none_exits_with_1(tmp_path: Path) -> None:
-    assert "cannot be read" in run("judge", tmp_path / "none.jsonl", exit_code=1).stderr
+@pytest.mark.parametrize("device", ["tpu", "meta", "cuda:99"])
+def test_a_device_that_cannot_be_is_said_before_anything_is_read(device: str, place: Path) -> None:
+    """Before the checkpoint even: this one is not there."""
+    (place / "none-report").mkdir()
+    (place / "none-report" / "gate.intoto.json").write_text("of an earlier run")
+    verdict = verify(place, "--device", device, merged="none", exit_code=3)
+    assert len(verdict["reasons"]) == 1 and verdict["reasons"][0].startswith(f"measurement: device {device!r} ")
+    assert (place / "none-report" / "gate.intoto.json").read_text() == "of an earlier run"
+
+
+@pytest.mark.parametrize(
+    ("flag", "name", "message"),
+    [
+        ("--merged", "prompts.jsonl", "prompts.jsonl: is a file; expected a merged checkpoint"),
+        ("--prompts", "merged", "merged: is a folder; expected a JSON Lines prompt file"),
+        ("--reference", "merged", "merged: is a folder; expected a recorded reference"),
+        ("--reference", "none", "none: no such file; expected a recorded reference"),
+        ("--record-reference", "merged", "merged: is a folder; expected the name of a file"),
+        ("--record-reference", "none/reference.jsonl", "cannot be written, there is no folder"),
+    ],
+)
+def test_a_file_for_a_folder_and_the_reverse(flag: str, name: str, message: str, place: Path) -> None:
+    """Known before anything is read, so that nothing of an earlier run is taken away."""
+    (place / "merged-report").mkdir()
+    (place / "merged-report" / "drift.json").write_text("of an earlier run")
+    given = {"--merged": place / "merged", "--prompts": place / "prompts.jsonl", flag: place / name}
+    result = run(*(word for pair in given.items() for word in pair), "--format", "json", exit_code=3)
+    (reason,) = json.loads(result.stdout)["reasons"]
+    assert message in reason
+    assert (place / "merged-report" / "drift.json").read_text() == "of an earlier run"
+
+
+def test_a_file_as_report_folder_and_a_key_that_is_none(place: Path) -> None:
+    given = ("--merged", place / "merged", "--prompts", place / "prompts.jsonl")
+    stderr = run(*given, "--report", place / "reference.jsonl", exit_code=1).stderr
+    assert stderr == f"error: report folder {place / 'reference.jsonl'}: is a file; expected a folder, choose another --report\n"
+    stderr = run(*given, "--sign-key", place / "none.key", exit_code=1).stderr
+    assert stderr == f"error: signing key {place / 'none.key'}: no such file; expected an Ed25519 private key in PEM\n"
+    measured = place / "drift.jsonl"
+    write_measurements(ordinary(30), measured)
+    judged = ("judge", measured, "--report", place, "--sign-key", place / "none.key")
+    assert run(*judged, exit_code=1).stderr == stderr
+    assert read_measurements(measured) == ordinary(30), "a measurement in the report folder itself is not lost"
+
+
+@pytest.mark.parametrize(
+    ("content", "reason"),
+    [(None, "cannot be read: No such file"), ("", "is empty"), ("{}\n", "line 1"), ("folder", "Is a directory")],
+)
+def test_a_measurement_that_cannot_be_read_is_inconclusive(content: str | None, reason: str, tmp_path: Path) -> None:
+    """Exit code 3, as for anything that says nothing about the merge; 1 would say that the merge is wrong."""
+    file, report = tmp_path / "drift.jsonl", tmp_path / "report"
+    if content == "folder":
+        file.mkdir()
+    elif content is not None:
+        file.write_text(content)
+    result = run("judge", file, "--report", report, "--format", "json", exit_code=3)
+    verdict = json.loads(result.stdout)
+    assert verdict["outcome"] == "INCONCLUSIVE" and reason in verdict["reasons"][0]
+    assert result.stderr == "" and not report.exists()
 
 
 def test_the_measured_file_judges_the_same_in_memory(place: Path) -> None:

@@ -123,6 +123,8 @@ def bench_engines(
     """
     arms = chosen_arms(options.arms, say)
     target = Path(folder) / "parts"
+    if Path(folder).is_file():
+        raise GenerationError(f"{folder}: is a file; expected a folder as --out")
     place = machine()
     runner = Runner(target, place, resume=options.resume, verbose=verbose, say=say)
     tokenizer = _tokenizer(model)
