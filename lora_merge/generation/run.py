@@ -40,11 +40,14 @@ class GenerateResult:
         out: the results file.
         record: what it was made from; ``record.result`` says how it ended, its counts are of the whole file.
         quarantine: the file of the rows set aside; None when there are none.
+        done_before: whether an earlier process had ended the run: this one loaded nothing, and the times and the count of resumed
+            rows in the record are the earlier one's.
     """
 
     out: Path
     record: RunRecord
     quarantine: Path | None
+    done_before: bool = False
 
     def to_json(self) -> dict[str, Any]:
         """The summary as ``--format json`` prints it (docs/generation-format.md)."""
@@ -54,6 +57,7 @@ class GenerateResult:
             "quarantine": None if self.quarantine is None else str(self.quarantine),
             "gated": self.record.gate["gated"],
             "shard": str(self.record.shard),
+            "done_before": self.done_before,
             **(self.record.result or {}),
         }
 
@@ -176,4 +180,4 @@ class Run:
         ended = record if record.is_complete else record.ended(result)
         self.sink.is_finished = True
         write_record(ended, self.out)
-        return GenerateResult(self.out, ended, quarantine if aside else None)
+        return GenerateResult(self.out, ended, quarantine if aside else None, done_before=record.is_complete)

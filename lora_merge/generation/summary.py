@@ -24,6 +24,9 @@ def summary_lines(result: GenerateResult) -> Iterator[str]:
     yield f"  written   {counts['written']:,} texts, {counts['text_tokens']:,} tokens{_flaws(counts)}"
     if ended["quarantined"]:
         yield f"  set aside {ended['quarantined']:,} of {ended['input_rows']:,} rows, see {result.quarantine}"
+    if result.done_before:
+        yield "  resumed   nothing was left to do, and nothing was loaded"
+        return
     if ended["resumed_rows"]:
         yield f"  resumed   {ended['resumed_rows']:,} rows were there already"
     phases = [_time(name, phase) for name, phase in ended["phases"].items() if phase["seconds"] >= 0.05]

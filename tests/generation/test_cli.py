@@ -43,6 +43,21 @@ def test_a_run_from_end_to_end(checkpoint, prompts, tmp_path):
     assert json.loads((tmp_path / "r.jsonl.run.json").read_text())["settings"]["chunk_size"] == CHUNK_WITHOUT_GPU
 
 
+def test_resuming_what_is_complete_tells_no_times_of_another_day(checkpoint, prompts, tmp_path):
+    out = tmp_path / "r.jsonl"
+    first = generate(checkpoint, prompts, out)
+    record = json.loads((tmp_path / "r.jsonl.run.json").read_bytes())
+    record["result"]["phases"]["load"]["seconds"] = 99.5
+    (tmp_path / "r.jsonl.run.json").write_text(json.dumps(record, indent=2) + "\n")
+    again = generate(checkpoint, prompts, out, "--resume")
+    assert again.exit_code == 0
+    counts = [line for line in first.stdout.splitlines() if not line.startswith("  took ")]
+    assert again.stdout.splitlines() == [*counts, "  resumed   nothing was left to do, and nothing was loaded"]
+    result = json.loads(generate(checkpoint, prompts, out, "--resume", "--format", "json").stdout)
+    assert result["done_before"] is True and result["phases"] == record["result"]["phases"]
+    assert json.loads((tmp_path / "r.jsonl.run.json").read_bytes()) == record
+
+
 def test_json_is_alone_on_standard_output_and_quiet_is_quiet(checkpoint, prompts, tmp_path):
     """In a process of its own: the libraries read their log levels when they are first imported."""
     command = [sys.executable, "-m", "lora_merge.generation.cli", "--model", checkpoint, "--prompts", prompts]
