@@ -244,8 +244,6 @@ def open_arm(arm: Arm, options: argparse.Namespace) -> Any:
     if arm.engine == "vllm":
         from lora_merge.engines.vllm_engine import VllmEngine
 
-        # torch.cuda.is_available() below spoils CUDA in processes forked later, and vLLM does not see that.
-        os.environ["VLLM_WORKER_MULTIPROC_METHOD"] = "spawn"
         if arm.dtype == "float32":
             os.environ["TRITON_F32_DEFAULT"] = "ieee"  # else Triton's attention multiplies float32 in TF32
         # A cache of fixed size: vLLM's own measurement of free memory fails when other processes come and go on the card.
