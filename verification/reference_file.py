@@ -46,7 +46,7 @@ _FLOOR = {"source", "prompts", "mean_abs_delta", "max_abs_delta", "flips"}
 _ROUNDING = 1e-9
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Reference:
     """A recorded reference, as the file says it.
 
@@ -76,6 +76,15 @@ class Reference:
     token_ids_sha256: Mapping[str, str]
     noise_floors: Mapping[str, NoiseFloor | None]
     sha256: str | None = None
+
+    def __repr__(self) -> str:
+        """One line; every prompt in it would fill the screen of a notebook."""
+        recipe = "no 4-bit layers" if self.recipe is None else self.recipe.describe()
+        adapter = "no adapter named" if self.adapter is None else f"adapter {self.adapter['root'][:12]}"
+        return (
+            f"Reference({len(self.scores)} prompts; base {self.model['name'] or 'without a name'}, {recipe}; {adapter}; "
+            f"recorded on {self.environment['device']})"
+        )
 
     @property
     def measured_floors(self) -> tuple[NoiseFloor, ...]:

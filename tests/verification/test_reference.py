@@ -93,6 +93,12 @@ def test_the_header_says_what_was_recorded(recorded, adapter):
     assert header["noise_floors"]["dequantized"] is None  # no 4-bit layers in this model
 
 
+def test_what_recording_returns_is_one_line_in_a_notebook(live, tokenizer, adapter, tmp_path):
+    reference = record_reference(live, tokenizer, ROWS, tmp_path / "reference.jsonl", adapter_dir=adapter)
+    root = reference.adapter["root"][:12]
+    assert repr(reference) == f"Reference(20 prompts; base without a name, no 4-bit layers; adapter {root}; recorded on cpu)"
+
+
 def test_recording_leaves_the_model_in_training(live, tokenizer, recorded):
     assert live.training and all(module.training for module in live.modules())
     live(input_ids=torch.tensor([[2, 5, 6]]), labels=torch.tensor([[2, 5, 6]])).loss.backward()
