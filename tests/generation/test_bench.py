@@ -446,6 +446,13 @@ def test_a_process_that_fails_is_one_line(tmp_path):
         Runner(tmp_path, {"cpu": "any"}).measure(task(prompts_file=str(tmp_path / "nowhere.jsonl")))
 
 
+def test_a_file_as_the_folder_of_results_is_one_line(tmp_path):
+    (tmp_path / "file").write_text("precious")
+    given = ("--model", tmp_path, "--prompts", tmp_path / "file", "--num-prompts", 1, "--out", tmp_path / "file", "--no-pictures")
+    done = CliRunner().invoke(main, [*map(str, given), "--arms", "hf-one-shot"])
+    assert done.exit_code == 1 and done.stderr == f"error: {tmp_path / 'file'}: is a file; expected a folder as --out\n"
+
+
 @pytest.mark.parametrize("sizes", ["0", "a", "32,,64", "-1"])
 def test_batch_sizes_that_are_none(sizes):
     done = CliRunner().invoke(main, ["--model", "m", "--prompts", "p", "--num-prompts", "1", "--sweep", sizes])
