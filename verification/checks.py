@@ -10,6 +10,8 @@ from typing import Any
 
 from verification.errors import VerificationError
 
+MERGE_AGAIN = "merge again with --from-4bit"
+"""How the detail of a check ends that knows a way out, which the report repeats as its last line."""
 _FIELDS = ("name", "outcome", "detail", "value", "bound", "limit")
 
 

@@ -17,10 +17,11 @@ from lora_merge.merging.api import MergeOptions
 from lora_merge.merging.digests import adapter_digests, file_digest
 from lora_merge.merging.folders import ModelFolder, read_json, resolve_folder
 from lora_merge.merging.manifest import MergeManifest, read_manifest
+from lora_merge.merging.plan import ORIGINAL_WEIGHTS
 from lora_merge.merging.quantization import ASSUMED, RECIPE_FIELDS, QuantRecipe
 from lora_merge.merging.recipes import find_recipe, recipe_of_config
 from lora_merge.merging.side_files import MANIFEST_FILE
-from verification.checks import Check, Outcome
+from verification.checks import MERGE_AGAIN, Check, Outcome
 from verification.errors import Inconclusive
 from verification.gate import RECIPE_CHECK
 from verification.names import commit_of, model_name, same_model
@@ -207,6 +208,9 @@ def _recipe_findings(
             f"{recorded.origins[wrong]} says {wrong} {getattr(recorded, wrong)}, {says} {getattr(recipe, wrong)}: one is wrong"
         )
         yield Check("recipe-agreement", INCONCLUSIVE, reason)
+    elif manifest is not None and manifest.method == ORIGINAL_WEIGHTS and origin != "assumed":
+        reason = f"merged into the original weights, but the adapter was trained through {described}: {MERGE_AGAIN}"
+        yield Check("recipe-agreement", WARNED, reason)
     elif (
         manifest is not None
         and manifest.recipe is not None

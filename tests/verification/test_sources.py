@@ -119,6 +119,16 @@ def test_a_merge_by_another_recipe_than_the_reference_is_a_warning(trained: Path
     assert outcome(found, "recipe-provenance") is Outcome.PASSED
 
 
+def test_a_merge_into_the_original_weights_is_a_warning_where_the_recipe_is_known(trained: Path, adapter: Path) -> None:
+    reference = read_reference(trained / "reference.jsonl")
+    assert outcome(findings(trained / "naive"), "recipe-agreement") is Outcome.WARNED
+    assert outcome(findings(trained / "naive", reference), "recipe-agreement") is Outcome.WARNED
+    (adapter / RECIPE_FILE).unlink()
+    (adapter / "README.md").unlink(missing_ok=True)
+    assert "recipe-agreement" not in findings(trained / "naive", adapter=str(adapter)), "the assumed recipe is no knowledge"
+    assert "recipe-agreement" not in findings(trained / "merged", reference)
+
+
 def test_a_recorded_reference_needs_neither_base_nor_adapter(trained: Path, adapter: Path, tmp_path: Path) -> None:
     shutil.copytree(trained / "base", tmp_path / "base")
     merged = merge(tmp_path / "base", adapter, tmp_path / "merged", MergeOptions(from_4bit=True)).out

@@ -115,6 +115,21 @@ def test_the_wrong_base_is_refused(place: Path) -> None:
         check_certificate(place / "naive", certificate(place, "naive"), Policy(accept_warnings=True))
 
 
+@pytest.mark.parametrize("source", ["measuring", "judging again"])
+def test_a_qlora_adapter_in_the_original_weights_is_told_the_way_out(source: str, place: Path) -> None:
+    """The last line of a FAILED report; a right merge that fails by another limit does not get it."""
+    given = ("--prompts", place / "prompts.jsonl", "--reference", place / "reference.jsonl", "--engine", "hf")
+    hint = "The adapter was trained on a 4-bit base: merge again with --from-4bit"
+    for merged, ends_so in (("naive", True), ("merged", False)):
+        report = run("--merged", place / merged, *given, "--max-abs-delta", 1e-5, exit_code=1).stdout
+        if source == "judging again":
+            report = run("judge", place / f"{merged}-report" / "drift.jsonl", "--max-abs-delta", 1e-5, exit_code=1).stdout
+        assert report.startswith("FAILED") and (report.splitlines()[-1] == hint) is ends_so, report
+    reasons = json.loads((place / "naive-report" / "drift.json").read_text())["reasons"]
+    found = "into the original weights, but the adapter was trained through NF4, double quantization, block 64, from bfloat16"
+    assert f"recipe-agreement: merged {found}: merge again with --from-4bit" in reasons
+
+
 def test_a_live_reference_agrees_with_the_recorded_one(place: Path, trained: Path) -> None:
     live = verify(place, "--record-reference", place / "again.jsonl", reference=False, exit_code=0)
     recorded = read_reference(place / "again.jsonl")
