@@ -23,7 +23,7 @@ from lora_merge.engines.prompts import (
     tokenize,
 )
 from lora_merge.engines.scores import DecisionScore
-from lora_merge.merging.digests import adapter_digests, root_digest
+from lora_merge.merging.digests import adapter_digests, adapter_identity, root_digest
 from verification.dequantized import dequantized_floor, score_dequantized
 from verification.errors import VerificationError
 from verification.measurement import NoiseFloor
@@ -92,7 +92,7 @@ def record_reference(
     if adapter_dir is not None:
         check_live_adapter(model, adapter_dir)
         files = adapter_digests(adapter_dir)
-        adapter = {"files": files, "root": root_digest(files)}
+        adapter = {"files": files, "root": root_digest(files), "identity": adapter_identity(adapter_dir, files)}
     recipe = recipe_of(model)  # before any forward: a repacked layer no longer tells
     engine = TransformersEngine.from_model(model, tokenizer, batch_size=batch_size)
     described = engine.describe()

@@ -13,7 +13,7 @@ from lora_merge.engines.errors import EngineError
 from lora_merge.engines.labels import DecisionLabels
 from lora_merge.engines.prompts import token_ids_digest
 from lora_merge.engines.scores import DecisionScore
-from lora_merge.merging.digests import root_digest
+from lora_merge.merging.digests import is_digest, root_digest
 from lora_merge.merging.errors import MergeError
 from lora_merge.merging.quantization import QuantRecipe
 from verification.checks import is_number
@@ -52,7 +52,8 @@ class Reference:
 
     Attributes:
         model: ``{"name", "revision", "type"}`` of the base: hub id or folder as it was loaded, commit or null, model type.
-        adapter: ``{"files": {name: SHA-256}, "root"}`` of the adapter that was live, or null where none was named.
+        adapter: ``{"files": {name: SHA-256}, "root", "identity"}`` of the adapter that was live, or null where none was named;
+            files recorded earlier lack ``identity``.
         recipe: how the base was quantized, read from the live layers; null for a model without 4-bit layers.
         dtypes: ``{"embedding", "adapter", "compute"}``, each a dtype name or null.
         environment: library versions, device, attention, batch size.
@@ -203,20 +204,14 @@ def _read_header(value: Any, where: str) -> Mapping[str, Any]:
     if type(prompts["count"]) is not int or prompts["count"] < 1 or not isinstance(header["prefill"], str):
         raise VerificationError(f"{where}: expected a count of prompts from 1 and a prefill string")
     if header["adapter"] is not None:
-        adapter = expect_keys(header["adapter"], {"files", "root"}, f"{where}: adapter")
+        adapter = expect_keys(header["adapter"], {"files", "root"}, f"{where}: adapter", frozenset({"identity"}))
         files = adapter["files"]
-        good = (
-            isinstance(files, Mapping)
-            and files
-            and all(isinstance(digest, str) and _is_digest(digest) for digest in files.values())
-        )
+        if "identity" in adapter and not is_digest(adapter["identity"]):
+            raise VerificationError(f"{where}: the adapter's identity is no SHA-256")
+        good = isinstance(files, Mapping) and files and all(is_digest(digest) for digest in files.values())
         if not good or root_digest(files) != adapter["root"]:
             raise VerificationError(f"{where}: the adapter's root is not that of its files")
     return header
-
-
-def _is_digest(text: str) -> bool:
-    return len(text) == 64 and set(text) <= set("0123456789abcdef")
 
 
 def _read_floors(header: Mapping[str, Any], where: str) -> dict[str, NoiseFloor | None]:
@@ -241,12 +236,7 @@ def _read_row(value: Any, labels: DecisionLabels, where: str) -> tuple[DecisionS
     """One score and the digest of its token ids; the derived numbers in the row must follow from the log-probabilities."""
     row = expect_keys(value, _ROW, where)
     numbers = [row[name] for name in ("log_p_skip", "log_p_write", "skip_probability", "label_mass")]
-    if not (
-        isinstance(row["id"], str)
-        and row["id"]
-        and isinstance(row["token_ids_sha256"], str)
-        and _is_digest(row["token_ids_sha256"])
-    ):
+    if not (isinstance(row["id"], str) and row["id"] and is_digest(row["token_ids_sha256"])):
         raise VerificationError(f"{where}: expected an id and the SHA-256 of its token ids")
     if not all(is_number(number) for number in numbers) or type(row["argmax"]) is not int or max(numbers[:2]) > _ROUNDING:
         raise VerificationError(f"{where}: expected log-probabilities up to 0, two numbers in [0, 1] and a token id")

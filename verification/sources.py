@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from lora_merge.merging.api import MergeOptions
-from lora_merge.merging.digests import adapter_digests, file_digest
+from lora_merge.merging.digests import adapter_digests, adapter_identity, file_digest
 from lora_merge.merging.folders import ModelFolder, read_json, resolve_folder
 from lora_merge.merging.manifest import MergeManifest, read_manifest
 from lora_merge.merging.plan import ORIGINAL_WEIGHTS
@@ -326,29 +326,41 @@ def manifest_findings(merged: Path, files: Mapping[str, str]) -> Iterator[Check]
         yield Check("merged-files", PASSED, f"all {len(written)} files are as lora-merge wrote them")
 
 
+@dataclass(frozen=True)
+class _Known:
+    """What somebody knows an adapter by: the bytes of its files and, unless recorded before there was one, its identity."""
+
+    files: Mapping[str, str]
+    identity: str | None
+
+    def is_same(self, other: _Known) -> bool:
+        return dict(self.files) == dict(other.files) or (self.identity is not None and self.identity == other.identity)
+
+
 def _adapter_findings(
     adapter: ModelFolder | None, manifest: MergeManifest | None, reference: Reference | None
 ) -> Iterator[Check]:
-    """The adapter of the reference must be the one that was merged."""
+    """The adapter of the reference must be the one that was merged; one that was only saved again is."""
     title = "adapter-identity"
-    known = {}
+    known: dict[str, _Known] = {}
     if manifest is not None and len(manifest.adapters) == 1:
-        known["the merge"] = dict(manifest.adapter.files)
+        known["the merge"] = _Known(manifest.adapter.files, manifest.adapter.identity)
         if manifest.weights != (1.0,):
             yield Check(title, WARNED, f"merged with the adapter {manifest.weights[0]:g} times as strong as it was trained")
     elif manifest is not None:
         yield Check(title, WARNED, f"merged from {len(manifest.adapters)} adapters; no reference can say that it had just these")
         return
     if adapter is not None:
-        known[f"the adapter {adapter.source}"] = adapter_digests(adapter.path)
+        files = adapter_digests(adapter.path)
+        known[f"the adapter {adapter.source}"] = _Known(files, adapter_identity(adapter.path, files))
     if reference is not None:
         if reference.adapter is None:
             yield Check(title, WARNED, "the reference does not say which adapter it was recorded with")
         else:
-            known["the reference"] = dict(reference.adapter["files"])
+            known["the reference"] = _Known(reference.adapter["files"], reference.adapter.get("identity"))
     names = list(known)
     for first, second in itertools.pairwise(names):
-        if known[first] != known[second]:
+        if not known[first].is_same(known[second]):
             yield Check(title, INCONCLUSIVE, f"{first} and {second} have different adapters; both sides must be of one")
             return
     if len(names) > 1:

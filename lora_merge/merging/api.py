@@ -17,7 +17,7 @@ from lora_merge.merging.cautions import cautions
 from lora_merge.merging.checkpoint import INDEX_FILE, Checkpoint, read_checkpoint
 from lora_merge.merging.cuda import TorchDevice
 from lora_merge.merging.devices import StartingDevice, choose_device
-from lora_merge.merging.digests import adapter_digests, file_digest
+from lora_merge.merging.digests import adapter_digests, adapter_identity, file_digest
 from lora_merge.merging.errors import MergeError
 from lora_merge.merging.factors import PACKINGS, PEFT_PACKING
 from lora_merge.merging.folders import resolve_folder
@@ -168,12 +168,18 @@ def execute(
     device = _device(plan, options)
     with staged_folder(target, overwrite=options.overwrite, marker=MANIFEST_FILE) as folder:
         adapter_files = [adapter_digests(adapter.folder.path) for adapter in plan.adapters]
+        identities = [
+            adapter_identity(adapter.folder.path, files) for adapter, files in zip(plan.adapters, adapter_files, strict=True)
+        ]
         written = write_plan(plan, folder, jobs=jobs, binder=device.bind if device else bind, progress=progress)
         for adapter, files in zip(plan.adapters, adapter_files, strict=True):
             if adapter_digests(adapter.folder.path) != files:
                 raise MergeError(f"{adapter.folder.path}: changed while it was merged; merge again when nothing writes to it")
         base_files = {**written.base, **_base_documents(plan.base)}
-        artifacts = [Artifact.of(adapter.folder, files) for adapter, files in zip(plan.adapters, adapter_files, strict=True)]
+        artifacts = [
+            Artifact.of(adapter.folder, files, identity)
+            for adapter, files, identity in zip(plan.adapters, adapter_files, identities, strict=True)
+        ]
         manifest = MergeManifest(
             plan.method,
             Artifact.of(plan.base.folder, base_files),

@@ -7,13 +7,16 @@ model-signing computes. It binds no names, so whoever relies on it lists the fil
 from __future__ import annotations
 
 import hashlib
+import json
 import os
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 from lora_merge.console import Progress, no_progress
 from lora_merge.merging.errors import MergeError
+from lora_merge.merging.folders import read_json
 
 _CHUNK = 1 << 22
 
@@ -31,6 +34,11 @@ def file_digest(path: str | os.PathLike[str], progress: Progress = no_progress) 
     except OSError as error:
         raise MergeError(f"{path}: cannot be read: {error.strerror or error}") from error
     return hasher.hexdigest()
+
+
+def is_digest(value: Any) -> bool:
+    """Whether ``value`` is a hexadecimal SHA-256 as this module writes it."""
+    return isinstance(value, str) and len(value) == 64 and set(value) <= set("0123456789abcdef")
 
 
 def root_digest(files: Mapping[str, str]) -> str:
@@ -59,6 +67,9 @@ def folder_digests(folder: str | os.PathLike[str], progress: Progress = no_progr
         return dict(zip(names, digests, strict=True))
 
 
+ADAPTER_CONFIG = "adapter_config.json"
+_SETS = ("target_modules", "exclude_modules")
+"""Of PEFT's ``LoraConfig``: a list given here becomes a set, and is written in a set's order."""
 ADAPTER_WEIGHTS = ("adapter_model.safetensors", "adapter_model.bin")
 
 
@@ -66,4 +77,19 @@ def adapter_digests(folder: str | os.PathLike[str]) -> dict[str, str]:
     """What an adapter is known by: the digests of its configuration and its tensors, whatever else lies in its folder."""
     # The safetensors file counts where both are there, as for whoever reads the adapter.
     weights = next((name for name in ADAPTER_WEIGHTS if (Path(folder) / name).is_file()), ADAPTER_WEIGHTS[0])
-    return {name: file_digest(Path(folder) / name) for name in ("adapter_config.json", weights)}
+    return {name: file_digest(Path(folder) / name) for name in (ADAPTER_CONFIG, weights)}
+
+
+def adapter_identity(folder: str | os.PathLike[str], files: Mapping[str, str]) -> str:
+    """What an adapter stays known by when it is only saved again: the root of ``files`` (:func:`adapter_digests` of ``folder``)
+    with the configuration's digest taken of its content instead of its bytes.
+
+    The order of keys and white space are no content, nor is the order of the lists that PEFT holds as sets and so writes in
+    another order each time.
+    """
+    config = read_json(Path(folder) / ADAPTER_CONFIG, "the adapter's configuration")
+    for name in _SETS:
+        if isinstance(value := config.get(name), list) and all(isinstance(entry, str) for entry in value):
+            config[name] = sorted(set(value))
+    content = json.dumps(config, sort_keys=True, separators=(",", ":"))
+    return root_digest({**files, ADAPTER_CONFIG: hashlib.sha256(content.encode("ascii")).hexdigest()})

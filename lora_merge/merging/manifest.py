@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import lora_merge
-from lora_merge.merging.digests import root_digest
+from lora_merge.merging.digests import is_digest, root_digest
 from lora_merge.merging.errors import MergeError
 from lora_merge.merging.factors import PEFT_PACKING
 from lora_merge.merging.folders import ModelFolder, read_json
@@ -31,12 +31,15 @@ class Artifact:
         commit: the hub commit, or None for a folder.
         path: the absolute folder where it lay, or None for a hub id.
         files: file name -> hexadecimal SHA-256.
+        identity: of an adapter, what it stays known by when it is only saved again
+            (:func:`~lora_merge.merging.digests.adapter_identity`); None for a base, and in a manifest from before there was one.
     """
 
     source: str
     commit: str | None
     path: str | None
     files: Mapping[str, str]
+    identity: str | None = None
 
     @property
     def root(self) -> str:
@@ -49,25 +52,25 @@ class Artifact:
         return (self.path or self.source, self.commit if self.path is None else None)
 
     @classmethod
-    def of(cls, folder: ModelFolder, files: Mapping[str, str]) -> Artifact:
+    def of(cls, folder: ModelFolder, files: Mapping[str, str], identity: str | None = None) -> Artifact:
         path = None if folder.commit else str(folder.path.resolve())
-        return cls(folder.source, folder.commit, path, dict(files))
+        return cls(folder.source, folder.commit, path, dict(files), identity)
 
     def to_json(self) -> dict[str, Any]:
         files = {name: self.files[name] for name in sorted(self.files)}
-        return {"source": self.source, "commit": self.commit, "path": self.path, "files": files, "root": self.root}
+        found = {"source": self.source, "commit": self.commit, "path": self.path, "files": files, "root": self.root}
+        return found if self.identity is None else {**found, "identity": self.identity}
 
     @classmethod
     def from_json(cls, value: Any, where: str) -> Artifact:
-        if not isinstance(value, dict) or set(value) != {"source", "commit", "path", "files", "root"}:
+        if not isinstance(value, dict) or set(value) - {"identity"} != {"source", "commit", "path", "files", "root"}:
             raise MergeError(f"{where}: expected source, commit, path, files and root")
-        files = value["files"]
-        hexadecimal = set("0123456789abcdef")
-        if not isinstance(files, dict) or not all(
-            isinstance(digest, str) and len(digest) == 64 and set(digest) <= hexadecimal for digest in files.values()
-        ):
+        files, identity = value["files"], value.get("identity")
+        if not isinstance(files, dict) or not all(map(is_digest, files.values())):
             raise MergeError(f"{where}: files must map names to hexadecimal SHA-256 digests")
-        artifact = cls(value["source"], value["commit"], value["path"], files)
+        if identity is not None and not is_digest(identity):
+            raise MergeError(f"{where}: identity must be a hexadecimal SHA-256 digest")
+        artifact = cls(value["source"], value["commit"], value["path"], files, identity)
         if artifact.root != value["root"]:
             raise MergeError(f"{where}: root {value['root']} is not the root of its files; the manifest was edited")
         return artifact

@@ -15,6 +15,7 @@ from safetensors.torch import load_file, save_file
 
 import lora_merge
 from lora_merge.merging.api import MergeOptions, merge, plan_merge
+from lora_merge.merging.errors import MergeError
 from lora_merge.merging.manifest import read_manifest
 from tests.merging.conftest import ARCHITECTURES
 from tests.merging.oracle import assert_same_bits, delta, load_folder, rounded
@@ -191,6 +192,16 @@ def test_manifest_names_what_was_merged(bases, adapters, tmp_path):
     }
     assert manifest.adapter.files == {n: digest(adapter / n) for n in ("adapter_config.json", "adapter_model.safetensors")}
     assert manifest.output == {p.name: digest(p) for p in out.iterdir() if p.name != "merge_manifest.json"}
+
+
+def test_a_manifest_with_another_identity_than_a_digest_is_refused(bases, adapters, tmp_path):
+    manifest = merge(bases("llama"), adapters("llama"), tmp_path / "out").manifest
+    assert read_manifest(tmp_path / "out") == manifest and manifest.base.identity is None
+    value = manifest.to_json()
+    value["adapter"]["identity"] = "x"
+    (tmp_path / "out" / "merge_manifest.json").write_text(json.dumps(value))
+    with pytest.raises(MergeError, match="adapter: identity must be a hexadecimal SHA-256 digest"):
+        read_manifest(tmp_path / "out")
 
 
 def test_dry_run_plan_accounts_for_every_tensor(bases, adapters):

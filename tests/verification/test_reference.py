@@ -249,6 +249,7 @@ def change(path: Path, line: int, **changes) -> None:
         (0, {"prompts": {"count": 20, "token_ids_sha256": "x"}}, "do not add up"),
         (0, {"recipe": {"quant_type": "int4"}}, "quant_type is 'int4'"),
         (0, {"adapter": {"files": {"a": "0" * 64}, "root": "0" * 64}}, "root is not that of its files"),
+        (0, {"adapter": {"files": {"a": "0" * 64}, "root": "0" * 64, "identity": "x"}}, "identity is no SHA-256"),
         (0, {"noise_floors": {"batch_shape": None}}, "noise_floors: 'dequantized' is missing"),
         (0, {"noise_floors": {"batch_shape": None, "dequantized": NEGATIVE}}, "line 1: noise_floors: dequantized is"),
         (3, {"id": None}, "line 4: 'id' is missing"),

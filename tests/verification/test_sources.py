@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import os
 import shutil
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +19,7 @@ from verification.checks import Outcome
 from verification.errors import Inconclusive
 from verification.names import commit_of, model_name, same_model
 from verification.reference import Reference, read_reference
+from verification.reference_file import write_reference
 from verification.sources import SourceOptions, find_sources
 
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
@@ -127,6 +131,63 @@ def test_a_merge_into_the_original_weights_is_a_warning_where_the_recipe_is_know
     (adapter / "README.md").unlink(missing_ok=True)
     assert "recipe-agreement" not in findings(trained / "naive", adapter=str(adapter)), "the assumed recipe is no knowledge"
     assert "recipe-agreement" not in findings(trained / "merged", reference)
+
+
+def _save_again(adapter: Path, **changes: Any) -> None:
+    """The configuration with its keys and its modules in another order and without white space, and with ``changes``."""
+    path = adapter / "adapter_config.json"
+    config = {**json.loads(path.read_text()), **changes}
+    config["target_modules"].reverse()
+    path.write_text(json.dumps(dict(reversed(config.items())), separators=(",", ":")))
+
+
+def test_an_adapter_that_was_only_saved_again_is_the_same(trained: Path, adapter: Path) -> None:
+    reference = read_reference(trained / "reference.jsonl")
+    before = (adapter / "adapter_config.json").read_bytes()
+    _save_again(adapter)
+    assert (adapter / "adapter_config.json").read_bytes() != before
+    for known in (None, reference):
+        assert outcome(findings(trained / "merged", known, adapter=str(adapter)), "adapter-identity") is Outcome.PASSED
+    _save_again(adapter, lora_alpha=17)
+    assert outcome(findings(trained / "merged", adapter=str(adapter)), "adapter-identity") is Outcome.INCONCLUSIVE
+
+
+def test_peft_saving_an_adapter_again_keeps_its_identity(trained: Path, tmp_path: Path) -> None:
+    """In a process of its own, whose sets have another order."""
+    script = f"""
+import sys
+from peft import PeftModel
+from transformers import AutoModelForCausalLM
+base = AutoModelForCausalLM.from_pretrained({str(trained / "base")!r})
+PeftModel.from_pretrained(base, {str(trained / "adapter")!r}).save_pretrained(sys.argv[1])
+"""
+    configs = set()
+    for seed in ("1", "2", "3"):
+        saved = tmp_path / seed
+        environment = {**os.environ, "PYTHONHASHSEED": seed, "OMP_NUM_THREADS": "1"}
+        subprocess.run([sys.executable, "-c", script, saved], check=True, env=environment, capture_output=True)
+        configs.add((saved / "adapter_config.json").read_bytes())
+        assert outcome(findings(trained / "merged", adapter=str(saved)), "adapter-identity") is Outcome.PASSED
+    assert len(configs) > 1, "the bytes do differ"
+
+
+def test_what_was_recorded_before_there_was_an_identity_is_read_and_compared_by_its_bytes(
+    trained: Path, adapter: Path, tmp_path: Path
+) -> None:
+    reference, merged = read_reference(trained / "reference.jsonl"), tmp_path / "merged"
+    assert reference.adapter is not None
+    older = dataclasses.replace(reference, adapter={name: reference.adapter[name] for name in ("files", "root")})
+    write_reference(older, tmp_path / "older.jsonl")
+    older = read_reference(tmp_path / "older.jsonl")
+    shutil.copytree(trained / "merged", merged)
+    manifest = json.loads((merged / "merge_manifest.json").read_text())
+    del manifest["adapter"]["identity"]
+    (merged / "merge_manifest.json").write_text(json.dumps(manifest))
+    for found in (findings(merged, older), findings(trained / "merged", older), findings(merged, reference)):
+        assert outcome(found, "adapter-identity") is Outcome.PASSED
+    _save_again(adapter)
+    assert outcome(findings(merged, adapter=str(adapter)), "adapter-identity") is Outcome.INCONCLUSIVE
+    assert outcome(findings(trained / "merged", older, adapter=str(adapter)), "adapter-identity") is Outcome.INCONCLUSIVE
 
 
 def test_a_recorded_reference_needs_neither_base_nor_adapter(trained: Path, adapter: Path, tmp_path: Path) -> None:
