@@ -60,8 +60,12 @@ class EngineOptions:
         return {**given, "trust_remote_code": True} if self.trust_remote_code else given
 
     def hf_options(self) -> dict[str, Any]:
-        """Those of the Transformers engine."""
-        return {"trust_remote_code": True} if self.trust_remote_code else {}
+        """Those of the Transformers engine, in batches as generation has them."""
+        from lora_merge.engines.transformers_engine import usual_batches
+
+        deciding, writing = usual_batches(self.device)
+        given: dict[str, Any] = {"batch_size": deciding, "write_batch_size": writing}
+        return {**given, "trust_remote_code": True} if self.trust_remote_code else given
 
 
 @dataclass(frozen=True)
@@ -93,7 +97,7 @@ def merged_arm(merged: Path, prepared: Prepared, options: EngineOptions, stages:
             dtype=options.dtype,
             device=options.device,
             hf_options=options.hf_options(),
-            vllm_options=options.vllm_options(),
+            vllm_options={**options.vllm_options(), "longest": max(len(prompt.token_ids) for prompt in prepared.prompts) + 1},
         )
         with contextlib.closing(engine):
             scores = engine.score(prepared.prompts, labels, progress=progress)

@@ -38,6 +38,17 @@ def max_positions(folder: str | Path) -> int | None:
     return None
 
 
+def sliding_window(folder: str | Path) -> int | None:
+    """The window, in tokens, of a model whose layers have a sliding window or full attention, some each; None for any other."""
+    config = _read_json(Path(folder) / "config.json")
+    text_config = config.get("text_config")
+    part = text_config if isinstance(text_config, dict) else config
+    kinds, window = part.get("layer_types"), part.get("sliding_window")
+    if not isinstance(kinds, list) or set(kinds) != {"full_attention", "sliding_attention"} or not isinstance(window, int):
+        return None
+    return window
+
+
 def end_ids(folder: str | Path, tokenizer: PreTrainedTokenizerBase) -> tuple[int, ...]:
     """The ids that end a text, ascending: those of ``generation_config.json`` (else of ``config.json``) and the tokenizer's EOS.
 

@@ -17,7 +17,7 @@ from typing import Any, TextIO
 from lora_merge.console import Progress, no_progress, quiet_standard_error
 from lora_merge.engines.errors import EngineError
 from lora_merge.engines.labels import DecisionLabels
-from lora_merge.engines.model_files import end_ids, library_versions, load_tokenizer
+from lora_merge.engines.model_files import end_ids, library_versions, load_tokenizer, sliding_window
 from lora_merge.engines.prompts import Prompt, decode_continuation
 from lora_merge.engines.protocol import Completion, FinishReason, GenerationLimits
 from lora_merge.engines.scores import DecisionScore
@@ -56,6 +56,10 @@ class VllmEngine:
     ``max_num_seqs`` are vLLM's own; None leaves vLLM's default. ``engine_args`` go to ``vllm.LLM`` as they are and win over
     everything set here. The checkpoint's generation config is not applied.
 
+    ``longest``: tokens of the longest prompt with what is written after it, where they are known. If a sliding window holds them
+    all, its layers keep as much as the others, and on a GPU keys and values are managed as one group of layers: with Gemma 3's
+    six, half of a small model's step is spent on them (docs/results/gpu.md).
+
     On a CPU build eager execution is the default, compilation is off, blocks of the cache are short enough to be shared, and
     2 GiB are set aside for keys and values. On a GPU the engine's process is spawned, not forked, so a script that opens one
     needs ``if __name__ == "__main__":``. The environment variables of :data:`_ON_CPU` and :data:`_ON_GPU` win where they are set.
@@ -75,6 +79,7 @@ class VllmEngine:
         tensor_parallel_size: int | None = None,
         gpu_memory_utilization: float | None = None,
         max_num_seqs: int | None = None,
+        longest: int | None = None,
         enforce_eager: bool | None = None,
         seed: int = 0,
         trust_remote_code: bool = False,
@@ -101,6 +106,7 @@ class VllmEngine:
             "max_num_seqs": max_num_seqs,
             "enforce_eager": eager,
             "block_size": _CPU_BLOCK if on_cpu else None,
+            "disable_hybrid_kv_cache_manager": None if on_cpu else _fits_window(path, longest),
             **engine_args,
         }
         self._arguments = {name: value for name, value in arguments.items() if value is not None}
@@ -201,6 +207,12 @@ class VllmEngine:
                 raise EngineError(f"prompt {prompt.id!r}: vLLM read other token ids than it was given; this vLLM cannot be used")
             results.append((prompt, output.outputs[0]))
         return results
+
+
+def _fits_window(path: str | Path, longest: int | None) -> bool | None:
+    """True where every sequence fits the model's sliding window, else None: vLLM's default. A hub id is left to vLLM as well."""
+    window = sliding_window(path) if Path(path).is_dir() else None
+    return True if window is not None and longest is not None and longest <= window else None
 
 
 def _bar_that_tells(progress: Progress, file: TextIO) -> Callable[..., Any]:

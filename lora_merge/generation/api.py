@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+from dataclasses import replace
 from pathlib import Path
 
 from lora_merge.engines.labels import resolve_labels
@@ -33,8 +34,8 @@ def open_checkpoint(model: Path, settled: Settled) -> Engine:
         model,
         dtype=settled.dtype,
         device=settled.engine.device,
-        hf_options=settled.engine.hf_options(),
-        vllm_options=settled.engine.vllm_options(),
+        hf_options=settled.hf_options(),
+        vllm_options=settled.vllm_options(),
     )
 
 
@@ -94,6 +95,7 @@ def generate_gated(
             say(f"the certificate counted flips at a skip threshold of {certified:g}, this run has {options.skip_threshold:g}")
         spool = stack.enter_context(PromptSpool(target.parent))
         intake, job = _prepare(gate, Path(prompts), target, options, settled, spool, phases, say)
+        settled = replace(settled, longest=intake.longest + 1 + options.max_tokens)
         return Run(gate, target, options, settled, intake, job, sink, phases, say).finish(earlier, open_engine)
 
 

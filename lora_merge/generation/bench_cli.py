@@ -36,8 +36,10 @@ def _names(context: click.Context, parameter: click.Parameter, value: str | None
 @click.option("--dtype", type=click.Choice(["auto", "bfloat16", "float32", "float16"]), default="auto", show_default=True)
 @click.option("--device", default="auto", show_default=True, help="For Transformers; vLLM runs on what it was built for.")
 @click.option("--max-tokens", type=click.IntRange(1), default=64, show_default=True, help="Most tokens after the decision.")
-@click.option("--decide-batch", type=click.IntRange(1), default=32, show_default=True, help="Transformers: prompts at once.")
-@click.option("--write-batch", type=click.IntRange(1), default=128, show_default=True, help="Transformers: texts at once.")
+@click.option(
+    "--decide-batch", type=click.IntRange(1), help="Transformers: prompts at once.  [default: 1024 with a GPU, else 32]"
+)
+@click.option("--write-batch", type=click.IntRange(1), help="Transformers: texts at once.  [default: 1024 with a GPU, else 128]")
 @click.option("--chunk-size", type=click.IntRange(1), default=8192, show_default=True, help="Prompts a two-phase step.")
 @click.option("--skip-threshold", type=click.FloatRange(0, 1), metavar="T", help="Also measure dropping before against after.")
 @click.option("--quantiles", type=click.IntRange(0), default=4, show_default=True, help="Groups by text length to time apart.")

@@ -78,6 +78,7 @@ class Intake:
         quarantined: lines set aside that are counted to this shard; their file holds exactly these.
         troubles: why lines were set aside, over the whole file, the most frequent kind of reason first.
         sample: accepted prompts evenly spread over the whole file, to check labels after.
+        longest: tokens of the longest accepted prompt of the whole file.
     """
 
     facts: PromptsFacts
@@ -85,6 +86,7 @@ class Intake:
     quarantined: int
     troubles: tuple[Trouble, ...]
     sample: tuple[Prompt, ...]
+    longest: int
 
 
 def take_in(
@@ -132,7 +134,7 @@ def take_in(
     accepted, rows = tally.accepted, tally.rows
     facts = PromptsFacts(str(prompts.path), prompts.sha256, tally.digest.hexdigest(), rows, accepted, rows - accepted)
     troubles = tuple(sorted(tally.troubles.values(), key=lambda trouble: -trouble.lines))
-    return Intake(facts, spool, tally.quarantined_here, troubles, tuple(tally.sample.prompts))
+    return Intake(facts, spool, tally.quarantined_here, troubles, tuple(tally.sample.prompts), tally.longest)
 
 
 def _encoded(item: Prompt | BadRow) -> tuple[Prompt | BadRow, bytes]:
@@ -169,6 +171,7 @@ class _Tally:
     rows: int = 0
     accepted: int = 0
     quarantined_here: int = 0
+    longest: int = 0
     troubles: dict[str, Trouble] = field(default_factory=dict)
     sample: EvenSample = field(default_factory=EvenSample)
     digest: Any = field(default_factory=hashlib.sha256)
@@ -178,6 +181,7 @@ class _Tally:
         self.digest.update(line)
         if isinstance(item, Prompt):
             self.accepted += 1
+            self.longest = max(self.longest, len(item.token_ids))
             self.sample.add(item)
         else:
             known = self.troubles.setdefault(_kind(item.reason), Trouble(item.line, item.reason, 0))

@@ -30,6 +30,7 @@ class Settled:
         engine: the other engine options.
         prefill, skip_label, write_label: how the decision is read.
         chunk_size: prompts at a time.
+        longest: tokens of the longest prompt with decision and text; 0 until the prompts are read.
     """
 
     kind: EngineKind
@@ -39,6 +40,20 @@ class Settled:
     skip_label: str
     write_label: str
     chunk_size: int
+    longest: int = 0
+
+    def hf_options(self) -> dict[str, int]:
+        """Options of the Transformers engine; none where vLLM runs."""
+        if self.kind != "hf":
+            return {}
+        from lora_merge.engines.transformers_engine import usual_batches
+
+        deciding, writing = usual_batches(self.engine.device)
+        return {"batch_size": deciding, "write_batch_size": self.engine.batch_size or writing}
+
+    def vllm_options(self) -> dict[str, Any]:
+        """Options of the vLLM engine."""
+        return {**self.engine.vllm_options(), "longest": self.longest}
 
     def to_json(self, options: GenerateOptions, labels: DecisionLabels) -> dict[str, Any]:
         """Everything chosen that can move a row, for the run record."""

@@ -92,7 +92,7 @@ def check_disk(plan: MergePlan, out: Path) -> None:
     while not parent.exists():
         parent = parent.parent
     free = shutil.disk_usage(parent).free
-    needed = plan.output_bytes + (1 << 20)  # manifest, folder, rounding to blocks
+    needed = plan.disk_bytes
     if free < needed:
         raise MergeError(f"{out}: needs {needed:,} bytes, its disk has {free:,} free; make room or choose another disk")
 

@@ -5,7 +5,10 @@ The checkpoint asks for repetition_penalty 1.7 and its prompts outgrow the slidi
 
 from __future__ import annotations
 
+import contextlib
+import json
 import os
+import shutil
 from types import SimpleNamespace
 
 import pytest
@@ -18,6 +21,9 @@ from lora_merge.engines.transformers_engine import TransformersEngine
 
 vllm_engine = pytest.importorskip("lora_merge.engines.vllm_engine")
 pytest.importorskip("vllm")
+
+
+MIXED = ["sliding_attention", "sliding_attention", "full_attention"]
 
 
 @pytest.fixture(scope="module")
@@ -48,6 +54,49 @@ def test_scores_are_those_of_transformers(vllm, transformers, prompts, labels):
         assert ours.log_p_write == pytest.approx(theirs.log_p_write, abs=1e-3)
         assert ours.skip_probability == pytest.approx(theirs.skip_probability, abs=1e-3)
         assert ours.argmax == theirs.argmax
+
+
+def test_one_group_of_layers_gives_the_same_scores(transformers, gemma_folder, prompts, labels):
+    """Also of prompts that outgrow the window of 12: keeping more than the window does not attend to more."""
+    engine = vllm_engine.VllmEngine(gemma_folder, dtype="float32", max_model_len=128, disable_hybrid_kv_cache_manager=True)
+    with contextlib.closing(engine):
+        assert max(len(prompt.token_ids) for prompt in prompts) > 12
+        for ours, theirs in zip(engine.score(prompts, labels), transformers.score(prompts, labels), strict=True):
+            assert ours.skip_probability == pytest.approx(theirs.skip_probability, abs=1e-3)
+
+
+@pytest.mark.parametrize(
+    ("on_cpu", "longest", "layers", "expected"),
+    [
+        (False, 12, MIXED, True),
+        (False, 13, MIXED, None),
+        (False, None, MIXED, None),
+        (False, 12, 3 * ["full_attention"], None),
+        (False, 12, [*MIXED[1:], "linear_attention"], None),
+        (False, 12, None, None),
+        (True, 12, MIXED, None),
+    ],
+)
+def test_layers_are_one_group_where_the_window_holds_every_sequence(
+    on_cpu, longest, layers, expected, gemma_folder, tmp_path, monkeypatch
+):
+    """On a GPU, and only for the two kinds of layers that vLLM can treat alike."""
+    seen = []
+
+    class Llm:
+        def __init__(self, **arguments: object) -> None:
+            seen.append(arguments.get("disable_hybrid_kv_cache_manager"))
+            raise ValueError("far enough")
+
+    folder = tmp_path / "model"
+    shutil.copytree(gemma_folder, folder)
+    config = json.loads((folder / "config.json").read_text()) | {"layer_types": layers, "sliding_window": 12}
+    (folder / "config.json").write_text(json.dumps(config))
+    platforms = SimpleNamespace(current_platform=SimpleNamespace(is_cpu=lambda: on_cpu))
+    monkeypatch.setattr(vllm_engine, "_import_vllm", lambda: SimpleNamespace(__version__="0", LLM=Llm, platforms=platforms))
+    with pytest.raises(EngineError, match="far enough"):
+        vllm_engine.VllmEngine(folder, longest=longest)
+    assert seen == [expected]
 
 
 @pytest.mark.parametrize(("on_cpu", "given", "expected"), [(False, None, "spawn"), (False, "fork", "fork"), (True, None, None)])

@@ -5,7 +5,9 @@ from __future__ import annotations
 import json
 
 import pytest
+import torch
 
+from lora_merge.engines import transformers_engine
 from lora_merge.engines.labels import resolve_labels
 from lora_merge.engines.model_files import load_tokenizer
 from lora_merge.engines.prompts import encode, read_prompts
@@ -17,6 +19,7 @@ from lora_merge.generation.errors import GenerationError
 from lora_merge.generation.options import EngineOptions, GenerateOptions
 from lora_merge.generation.phases import Phases
 from lora_merge.generation.record import quarantine_path, read_record
+from lora_merge.generation.shards import Shard
 from tests.generation.builders import make_prompts, read_rows, write_lines
 from tests.generation.fakes import FakeEngine, chance, open_fake
 
@@ -199,3 +202,26 @@ def test_the_engine_is_closed_whatever_happens(checkpoint, prompts, tmp_path):
     with pytest.raises(RuntimeError, match="out of luck"):
         generate(checkpoint, prompts, tmp_path / "r.jsonl", 0.5, open_engine=lambda model, settled: engine)
     assert engine.is_closed
+
+
+@pytest.mark.parametrize("shard", ["1/1", "2/2"])
+@pytest.mark.parametrize(
+    ("given", "on_gpu", "expected"), [(None, True, (1024, 1024)), (None, False, (32, 128)), (7, True, (1024, 7))]
+)
+def test_the_engine_is_opened_for_the_prompts_and_the_device(
+    given, on_gpu, expected, shard, checkpoint, many, tmp_path, monkeypatch
+):
+    """Every shard by the longest prompt of the whole file, so that all of them run alike."""
+    monkeypatch.setattr(transformers_engine, "resolve_device", lambda device: torch.device("cuda" if on_gpu else "cpu"))
+    seen = []
+
+    def opened(model, settled):
+        seen.append(settled)
+        return open_fake(model, settled)
+
+    engine = EngineOptions(engine="hf", batch_size=given)
+    generate(checkpoint, many, tmp_path / "r.jsonl", open_engine=opened, engine=engine, shard=Shard.parse(shard), chunk_size=60)
+    longest = max(len(prompt.token_ids) for prompt in read_prompts(str(many), load_tokenizer(checkpoint)))
+    assert seen[0].longest == longest + 1 + TOKENS
+    assert seen[0].hf_options() == {"batch_size": expected[0], "write_batch_size": expected[1]}
+    assert seen[0].vllm_options()["longest"] == seen[0].longest

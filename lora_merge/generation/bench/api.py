@@ -39,7 +39,7 @@ class BenchOptions:
         arms: names of the arms; None for all whose engine is installed.
         prefill, skip_label, write_label: how the decision is read.
         max_tokens: most tokens after the decision token.
-        decide_batch, write_batch: batch sizes of the Transformers engine.
+        decide_batch, write_batch: batch sizes of the Transformers engine; None for those of ``gated-generate`` on the device.
         chunk_size: prompts that a two-phase arm decides and then writes at a time, as ``gated-generate`` does.
         skip_threshold: also measure what it brings to apply this threshold before writing.
         quantiles: groups by text length to time apart; 0 for none.
@@ -58,8 +58,8 @@ class BenchOptions:
     skip_label: str = "skip"
     write_label: str = "write"
     max_tokens: int = 64
-    decide_batch: int = 32
-    write_batch: int = 128
+    decide_batch: int | None = None
+    write_batch: int | None = None
     chunk_size: int = 8192
     skip_threshold: float | None = None
     quantiles: int = 4
@@ -121,6 +121,7 @@ def bench_engines(
         GenerationError: there are too few distinct prompts, an arm is unknown or its engine not installed, or a process failed.
         EngineError: a prompt or a label cannot be used.
     """
+    options = _with_batches(options)
     arms = chosen_arms(options.arms, say)
     target = Path(folder) / "parts"
     if Path(folder).is_file():
@@ -158,6 +159,13 @@ def bench_engines(
         swept=len(swept.indices),
         machine=place,
     )
+
+
+def _with_batches(options: BenchOptions) -> BenchOptions:
+    from lora_merge.engines.transformers_engine import usual_batches
+
+    deciding, writing = usual_batches(options.engine.device)
+    return dataclasses.replace(options, decide_batch=options.decide_batch or deciding, write_batch=options.write_batch or writing)
 
 
 def chosen_arms(names: Sequence[str] | None, say: Say = lambda text: None) -> list[Arm]:

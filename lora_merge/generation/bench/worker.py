@@ -48,7 +48,15 @@ def _measure_arm(task: Task, prompts: Sequence[Prompt], asked: float, tell: Tell
     imported = time.time() - asked
     started = time.perf_counter()
     options = dict(task.engine_options)
-    engine = open_engine(task.engine, task.model, dtype=task.dtype, device=task.device, hf_options=options, vllm_options=options)
+    longest = max(len(prompt.token_ids) for prompt in prompts) + 1 + task.max_tokens
+    engine = open_engine(
+        task.engine,
+        task.model,
+        dtype=task.dtype,
+        device=task.device,
+        hf_options=options,
+        vllm_options={**options, "longest": longest},
+    )
     seconds = {"import": imported, "load": time.perf_counter() - started}
     try:
         bench = Bench(engine, task, prompts, tell=tell)
