@@ -34,6 +34,7 @@ _GREEDY: dict[str, Any] = {
     "min_tokens": 0,
     "ignore_eos": True,  # what ends a text is stop_token_ids alone, the same list for both engines
     "detokenize": False,
+    "skip_clone": True,  # the requests of a call share their settings; a deep copy for each takes 30 us, a shallow one 0.5
 }
 _ON_CPU = {
     "VLLM_CPU_KVCACHE_SPACE": "2",  # GiB; the default is a share of the whole machine
