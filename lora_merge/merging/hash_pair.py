@@ -21,14 +21,11 @@ class HashPair(Protocol):
         ...
 
 
-def hash_pair(cores: int) -> HashPair:
-    """A fresh pair, the fastest for a caller that has so many cores for it, 1 or 2."""
-    if cores == 1:
-        from lora_merge.merging import sha256
+def hash_pair() -> HashPair:
+    """A fresh pair: on one core where that is fast, else on two."""
+    from lora_merge.merging import sha256
 
-        if sha256.pays():
-            return sha256.Interleaved()
-    return SideBySide()
+    return sha256.Interleaved() if sha256.pays() else SideBySide()
 
 
 class SideBySide:

@@ -13,21 +13,20 @@ import shutil
 import threading
 from collections import deque
 from concurrent.futures import FIRST_EXCEPTION, Future, ThreadPoolExecutor, wait
+from contextlib import closing
 from dataclasses import dataclass, field
-from functools import cached_property
 from pathlib import Path
 
 from lora_merge.console import Progress, no_progress
 from lora_merge.merging.binding import bind
 from lora_merge.merging.digests import file_digest
 from lora_merge.merging.errors import MergeError
-from lora_merge.merging.hash_pair import HashPair, hash_pair
 from lora_merge.merging.output_file import OutputFile
 from lora_merge.merging.plan import MergePlan, ShardPlan
+from lora_merge.merging.shard_digests import shard_digests
 from lora_merge.merging.side_files import SideFile
-from lora_merge.merging.streaming import Binder, Block, ShardStream, SourceFile
+from lora_merge.merging.streaming import Binder, ShardStream
 
-_CHUNK = 1 << 22
 _SYNC_BYTES = 1 << 28
 
 
@@ -125,10 +124,10 @@ def _write_shard(shard: ShardPlan, plan: MergePlan, target: Path, crew: _Crew) -
     path = plan.base.folder.path / shard.file
     with (
         ShardStream(shard, path, crew.workers, crew.ahead, crew.binder) as stream,
+        closing(shard_digests(stream.base, crew.hashing_cores)) as digests,
         ThreadPoolExecutor(1) as hasher,
         OutputFile(target, shard.nbytes) as file,
     ):
-        digests = _Digests(stream.base, crew.hashing_cores)
         hashing: deque[Future[None]] = deque()
         syncing: Future[None] | None = None
         synced = 0
@@ -148,45 +147,6 @@ def _write_shard(shard: ShardPlan, plan: MergePlan, target: Path, crew: _Crew) -
             pending.result()
         read, written = hasher.submit(digests.finish).result()
         return read, written, crew.syncer.submit(sync_file, target)
-
-
-class _Digests:
-    """SHA-256 of the base's file and of the output, taken together as blocks are written.
-
-    The output is made in the order of the base's bytes, and mostly of as many: so what a block was computed from is hashed beside
-    it, and read again only where it is no longer at hand. What no block was made from (the header, quantization states, tensors
-    that an adapter's take the place of) is read when its turn comes.
-    """
-
-    def __init__(self, base: SourceFile, cores: int) -> None:
-        self._base = base
-        self._cores = cores
-        self._done = 0
-
-    @cached_property
-    def _hashes(self) -> HashPair:
-        return hash_pair(self._cores)  # in the hashing thread, since code may have to be loaded for it
-
-    def add(self, block: Block) -> None:
-        if block.base_start is not None:
-            self._catch_up(block.base_start)
-        if block.base_start != self._done:
-            self._hashes.update(b"", block.content)
-            return
-        base = block.base if block.base is not None else self._base.read(block.base_start, block.base_bytes)
-        self._hashes.update(base, block.content)
-        self._done += len(base)
-
-    def finish(self) -> tuple[str, str]:
-        """Hexadecimal digests of the base's whole file and of the output."""
-        self._catch_up(self._base.size)
-        return self._hashes.hexdigests()
-
-    def _catch_up(self, stop: int) -> None:
-        while self._done < stop:
-            part = self._base.read(self._done, min(_CHUNK, stop - self._done))
-            self._hashes.update(part, b"")
-            self._done += len(part)
 
 
 def _identity(path: Path) -> tuple[int, ...]:

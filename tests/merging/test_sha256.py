@@ -46,12 +46,11 @@ def test_the_constants_are_those_of_the_standard():
     assert (sha256._INITIAL_STATE[0], sha256._INITIAL_STATE[-1]) == (0x6A09E667, 0x5BE0CD19)
 
 
-def test_the_way_is_chosen_by_cores_and_by_measuring(monkeypatch):
+def test_the_way_is_chosen_by_measuring(monkeypatch):
     monkeypatch.setattr(sha256, "pays", lambda: True)
-    assert type(hash_pair(1)) is sha256.Interleaved
-    assert type(hash_pair(2)) is SideBySide
+    assert type(hash_pair()) is sha256.Interleaved
     monkeypatch.setattr(sha256, "pays", lambda: False)
-    assert type(hash_pair(1)) is SideBySide
+    assert type(hash_pair()) is SideBySide
 
 
 def test_a_processor_that_the_user_names_gets_hashlib(monkeypatch):
@@ -60,7 +59,7 @@ def test_a_processor_that_the_user_names_gets_hashlib(monkeypatch):
     for asked in (sha256.has_instructions, sha256.pays):
         asked.cache_clear()
     try:
-        assert type(hash_pair(1)) is SideBySide
+        assert type(hash_pair()) is SideBySide
     finally:
         monkeypatch.undo()
         for asked in (sha256.has_instructions, sha256.pays):
