@@ -24,7 +24,7 @@ from pathlib import Path
 from store import is_complete
 
 HERE = Path(__file__).resolve().parent
-ENGINES = "--skip-threshold 0.3 --quantiles 0 --sweep 32,64,128,256 --sweep-prompts 1000"
+ENGINES = "--skip-threshold 0.3 --quantiles 0 --sweep 32,64,128,256,1024 --sweep-prompts 512"
 MERGES = "--arms copy,naive,naive@cuda,from-4bit,from-4bit@cuda,peft@cuda,dequantize@cuda"
 ROWS = ("--examples", "9600")  # training rows: 150 steps
 
