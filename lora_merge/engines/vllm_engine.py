@@ -17,7 +17,7 @@ from typing import Any, TextIO
 from lora_merge.console import Progress, no_progress, quiet_standard_error
 from lora_merge.engines.errors import EngineError
 from lora_merge.engines.labels import DecisionLabels
-from lora_merge.engines.model_files import end_ids, library_versions, load_tokenizer, sliding_window
+from lora_merge.engines.model_files import end_ids, library_versions, load_tokenizer, max_positions, sliding_window
 from lora_merge.engines.prompts import Prompt, decode_continuation
 from lora_merge.engines.protocol import Completion, FinishReason, GenerationLimits
 from lora_merge.engines.scores import DecisionScore
@@ -59,7 +59,8 @@ class VllmEngine:
 
     ``longest``: tokens of the longest prompt with what is written after it, where they are known. If a sliding window holds them
     all, its layers keep as much as the others, and on a GPU keys and values are managed as one group of layers: with Gemma 3's
-    six, half of a small model's step is spent on them (docs/results/gpu.md).
+    six, half of a small model's step is spent on them (docs/results/gpu.md). ``max_model_len`` is then at most the window, since
+    vLLM asks for memory that holds one sequence of that length in every layer: at Gemma 3 4B's own 131,072 tokens 18 GB.
 
     On a CPU build eager execution is the default, compilation is off, blocks of the cache are short enough to be shared, and
     2 GiB are set aside for keys and values. On a GPU the engine's process is spawned, not forked, so a script that opens one
@@ -95,19 +96,20 @@ class VllmEngine:
             vllm = _import_vllm()
         on_cpu = vllm.platforms.current_platform.is_cpu()
         eager = on_cpu if enforce_eager is None else enforce_eager
+        window = None if on_cpu else _window_of_all(path, longest)
         arguments: dict[str, Any] = {
             "dtype": dtype,
             "seed": seed,
             "enable_prefix_caching": True,
             "generation_config": "vllm",
             "trust_remote_code": trust_remote_code,
-            "max_model_len": max_model_len,
+            "max_model_len": max_model_len if window is None else min(window, max_model_len or window),
             "tensor_parallel_size": tensor_parallel_size,
             "gpu_memory_utilization": gpu_memory_utilization,
             "max_num_seqs": max_num_seqs,
             "enforce_eager": eager,
             "block_size": _CPU_BLOCK if on_cpu else None,
-            "disable_hybrid_kv_cache_manager": None if on_cpu else _fits_window(path, longest),
+            "disable_hybrid_kv_cache_manager": None if window is None else True,
             **engine_args,
         }
         self._arguments = {name: value for name, value in arguments.items() if value is not None}
@@ -210,10 +212,12 @@ class VllmEngine:
         return results
 
 
-def _fits_window(path: str | Path, longest: int | None) -> bool | None:
-    """True where every sequence fits the model's sliding window, else None: vLLM's default. A hub id is left to vLLM as well."""
+def _window_of_all(path: str | Path, longest: int | None) -> int | None:
+    """The model's sliding window, in tokens, where every sequence fits it; None where not, and for a hub id: vLLM's default."""
     window = sliding_window(path) if Path(path).is_dir() else None
-    return True if window is not None and longest is not None and longest <= window else None
+    if window is None or longest is None or longest > window:
+        return None
+    return min(window, max_positions(path) or window)
 
 
 def _bar_that_tells(progress: Progress, file: TextIO) -> Callable[..., Any]:

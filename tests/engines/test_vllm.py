@@ -66,26 +66,31 @@ def test_one_group_of_layers_gives_the_same_scores(transformers, gemma_folder, p
 
 
 @pytest.mark.parametrize(
-    ("on_cpu", "longest", "layers", "expected"),
+    ("on_cpu", "longest", "layers", "given", "expected"),
     [
-        (False, 12, MIXED, True),
-        (False, 13, MIXED, None),
-        (False, None, MIXED, None),
-        (False, 12, 3 * ["full_attention"], None),
-        (False, 12, [*MIXED[1:], "linear_attention"], None),
-        (False, 12, None, None),
-        (True, 12, MIXED, None),
+        (False, 12, MIXED, None, (True, 12)),
+        (False, 12, MIXED, 128, (True, 12)),
+        (False, 8, MIXED, 10, (True, 10)),
+        (False, 13, MIXED, None, (None, None)),
+        (False, 13, MIXED, 128, (None, 128)),
+        (False, None, MIXED, None, (None, None)),
+        (False, 12, 3 * ["full_attention"], None, (None, None)),
+        (False, 12, [*MIXED[1:], "linear_attention"], None, (None, None)),
+        (False, 12, None, None, (None, None)),
+        (True, 12, MIXED, 128, (None, 128)),
     ],
 )
 def test_layers_are_one_group_where_the_window_holds_every_sequence(
-    on_cpu, longest, layers, expected, gemma_folder, tmp_path, monkeypatch
+    on_cpu, longest, layers, given, expected, gemma_folder, tmp_path, monkeypatch
 ):
-    """On a GPU, and only for the two kinds of layers that vLLM can treat alike."""
+    """On a GPU, and only for the two kinds of layers that vLLM can treat alike. Then no layer has to have room for more tokens
+    than the window: vLLM's ``max_memory_usage_bytes`` of full attention is that of ``max_model_len``, and it refuses to start
+    where that does not fit."""
     seen = []
 
     class Llm:
         def __init__(self, **arguments: object) -> None:
-            seen.append(arguments.get("disable_hybrid_kv_cache_manager"))
+            seen.append((arguments.get("disable_hybrid_kv_cache_manager"), arguments.get("max_model_len")))
             raise ValueError("far enough")
 
     folder = tmp_path / "model"
@@ -95,7 +100,7 @@ def test_layers_are_one_group_where_the_window_holds_every_sequence(
     platforms = SimpleNamespace(current_platform=SimpleNamespace(is_cpu=lambda: on_cpu))
     monkeypatch.setattr(vllm_engine, "_import_vllm", lambda: SimpleNamespace(__version__="0", LLM=Llm, platforms=platforms))
     with pytest.raises(EngineError, match="far enough"):
-        vllm_engine.VllmEngine(folder, longest=longest)
+        vllm_engine.VllmEngine(folder, longest=longest, max_model_len=given)
     assert seen == [expected]
 
 
