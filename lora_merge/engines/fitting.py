@@ -13,13 +13,16 @@ from lora_merge.engines.errors import EngineError
 
 def run_fitting(
     batches: Sequence[list[int]], run: Callable[[list[int], Progress], None], lengths: Sequence[int], progress: Progress
-) -> None:
+) -> int:
     """``run`` every batch; one that the device's memory cannot hold is halved, and so are those after it, until they fit.
 
     Args:
         batches: positions of prompts.
         run: computes one batch and tells its ``progress`` of prompts that are done; what it did not finish is done again.
         lengths: tokens of each prompt, for the refusal.
+
+    Returns:
+        The size that batches were halved to; that of the largest where none was.
 
     Raises:
         EngineError: a single prompt does not fit.
@@ -53,3 +56,4 @@ def run_fitting(
         # Not while the exception is handled: its frames hold what has to be freed.
         if torch.cuda.is_available():
             torch.cuda.empty_cache()
+    return most

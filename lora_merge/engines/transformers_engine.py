@@ -46,7 +46,9 @@ _WORTH_SHARING = 8
 class TransformersEngine:
     """See the module. Make one with :meth:`from_checkpoint`, :meth:`from_quantized` or :meth:`from_model`.
 
-    ``token_counts`` holds what the last :meth:`generate` computed, waste included.
+    ``token_counts`` holds what the last :meth:`generate` computed, waste included, but for batches that did not fit.
+    ``score_fit`` and ``write_fit`` are the sizes to which batches had to be halved, and later calls begin with them; None where
+    none had to be.
     """
 
     name = "transformers"
@@ -70,6 +72,8 @@ class TransformersEngine:
         self.write_batch_size = write_batch_size
         self.share_prefix = share_prefix and self._model.has_plain_cache
         self.token_counts = TokenCounts()
+        self.score_fit: int | None = None
+        self.write_fit: int | None = None
         self._end_ids = end_ids
         self._source = dict(source)
 
@@ -208,7 +212,9 @@ class TransformersEngine:
             tell(len(batch))
 
         with model.reading():
-            run_fitting(equal_length_batches(prompts, self.batch_size), score, _lengths(prompts), progress)
+            batches = equal_length_batches(prompts, min(self.batch_size, self.score_fit or self.batch_size))
+            most = run_fitting(batches, score, _lengths(prompts), progress)
+        self.score_fit = most if most < max(map(len, batches), default=1) else self.score_fit
         return [score for score in scores if score is not None]
 
     def generate(
@@ -241,7 +247,9 @@ class TransformersEngine:
                 completions[position] = _completion(tokenizer, prompt, ids, stop_ids)
 
         with model.reading():
-            run_fitting(make_batches(prompts, self.write_batch_size), write, _lengths(prompts), progress)
+            batches = make_batches(prompts, min(self.write_batch_size, self.write_fit or self.write_batch_size))
+            most = run_fitting(batches, write, _lengths(prompts), progress)
+        self.write_fit = most if most < max(map(len, batches), default=1) else self.write_fit
         self.token_counts = counts + TokenCounts(shared=prefix.computed_tokens)
         return [completion for completion in completions if completion is not None]
 

@@ -28,10 +28,10 @@ class SmallDevice:
         self.done += batch
 
 
-@pytest.mark.parametrize(("rows", "asked"), [(9, [5, 4, 1]), (4, [5, 3, 2, 3, 1, 1]), (1, [5, 3, 2, *10 * [1]])])
-def test_batches_are_halved_until_they_fit_and_stay_small(rows, asked):
+@pytest.mark.parametrize(("rows", "asked", "most"), [(9, [5, 4, 1], 5), (4, [5, 3, 2, 3, 1, 1], 3), (1, [5, 3, 2, *10 * [1]], 1)])
+def test_batches_are_halved_until_they_fit_and_stay_small(rows, asked, most):
     device, told = SmallDevice(rows), []
-    run_fitting([[0, 1, 2, 3, 4], [5, 6, 7, 8], [9]], device.run, [7] * 10, told.append)
+    assert run_fitting([[0, 1, 2, 3, 4], [5, 6, 7, 8], [9]], device.run, [7] * 10, told.append) == most
     assert device.done == list(range(10))
     assert device.asked == asked
     assert sum(told) == 10
@@ -63,6 +63,34 @@ def test_an_engine_on_a_small_device_gives_what_a_large_one_gives(model, tokeniz
     assert sum(told) == len(prompts)
     assert engine.generate(prompts, limits) == texts
     assert max(calls) > 3, "some batch was too large"
+
+
+def test_an_engine_begins_with_what_has_fitted(model, tokenizer, prompts, labels, monkeypatch):
+    """A run goes chunk by chunk: memory that was too small for the last one is not tried again."""
+    engine = TransformersEngine.from_model(model, tokenizer, batch_size=64, write_batch_size=64)
+    limits = GenerationLimits(max_new_tokens=2)
+    assert (engine.score_fit, engine.write_fit) == (None, None)
+    engine.score(prompts, labels)
+    engine.generate(prompts, limits)
+    assert (engine.score_fit, engine.write_fit) == (None, None)
+    through = type(engine._live()).last_logits
+    failed = []
+
+    def small(live, ids, **settings):
+        if len(ids) > 2:
+            failed.append(len(ids))
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate ...")
+        return through(live, ids, **settings)
+
+    monkeypatch.setattr(type(engine._live()), "last_logits", small)
+    for work in (lambda: engine.score(prompts, labels), lambda: engine.generate(prompts, limits)):
+        failed.clear()
+        work()
+        assert failed
+        failed.clear()
+        work()
+        assert not failed
+    assert engine.score_fit in (1, 2) and engine.write_fit in (1, 2)
 
 
 def test_a_cpu_has_the_small_batches():

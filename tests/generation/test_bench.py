@@ -8,14 +8,16 @@ import time
 from types import SimpleNamespace
 
 import pytest
+import torch
 from click.testing import CliRunner
 
 from lora_merge.engines.labels import DecisionLabels, Label
+from lora_merge.engines.live_model import LiveModel
 from lora_merge.engines.prompts import Prompt
-from lora_merge.generation.bench import api, figures, memory
+from lora_merge.generation.bench import api, figures, memory, worker
 from lora_merge.generation.bench.arms import ARMS, ArmResult, Task, WriteList
 from lora_merge.generation.bench.measure import Bench, make_write_list
-from lora_merge.generation.bench.progress import ProgressFile, ProgressLines
+from lora_merge.generation.bench.progress import ProgressFile, ProgressLines, tell_nobody
 from lora_merge.generation.bench.proof import Limits, compare, first_difference, within_engines
 from lora_merge.generation.bench.runner import Runner
 from lora_merge.generation.bench.worker import kv_bytes_per_token, read_work, write_work
@@ -422,6 +424,24 @@ def test_what_was_measured_elsewhere_is_measured_again(measured):
     path, same_task = folder / "parts" / "sweep-4.json", SimpleNamespace(digest=stored["task"])
     assert Runner(path.parent, stored["machine"])._stored(path, same_task) == stored["result"]
     assert Runner(path.parent, {**stored["machine"], "cores": 0})._stored(path, same_task) is None
+
+
+def test_a_size_that_had_to_be_halved_was_not_measured(pristine, monkeypatch):
+    """Else the report would give 16 at once the seconds and the memory of 4."""
+    through = LiveModel.last_logits
+
+    def small(live, ids, **settings):
+        if len(ids) > 4:
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate ...")
+        return through(live, ids, **settings)
+
+    monkeypatch.setattr(LiveModel, "last_logits", small)
+    sizes = [
+        worker._measure_sweep(task(part="sweep", model=str(pristine), batch_size=size), PROMPTS, 0.0, tell_nobody)
+        for size in (4, 16)
+    ]
+    assert sizes[0]["batch"] == 4 and sizes[0]["seconds"] > 0
+    assert sizes[1]["failed"] == "the device's memory holds no more than 4 at once" and "seconds" not in sizes[1]
 
 
 def test_different_work_gives_no_ratio_and_exit_1(measured, monkeypatch):

@@ -150,7 +150,8 @@ def _continued(task: Task, prompts: Sequence[Prompt]) -> list[Prompt]:
 
 
 def _measure_sweep(task: Task, prompts: Sequence[Prompt], asked: float, tell: Teller) -> dict[str, Any]:
-    """Our engine writing the list at one batch size."""
+    """Our engine writing the list at one batch size. Where it had to halve its batches, that size was not measured."""
+    from lora_merge.engines.errors import EngineError
     from lora_merge.engines.protocol import GenerationLimits
     from lora_merge.engines.transformers_engine import TransformersEngine
 
@@ -162,6 +163,8 @@ def _measure_sweep(task: Task, prompts: Sequence[Prompt], asked: float, tell: Te
 
     def write() -> dict[str, Any]:
         texts = engine.generate(continued, limits, progress=tell("writing", len(continued)))
+        if engine.write_fit is not None:
+            raise EngineError(f"the device's memory holds no more than {engine.write_fit} at once")
         return {"tokens": sum(len(text.token_ids) for text in texts), "wasted_share": engine.token_counts.wasted_share}
 
     return {**_watched(task.batch_size, write), "engine": engine.describe()}
