@@ -69,7 +69,7 @@ def record_reference(
         adapter_dir: the saved adapter. Its digests go into the header, and its tensors must be those of the live model.
         prefill: appended to every prompt that is not already tokenized; what stands before the decision.
         skip_label, write_label: the two answers, each one token after the prefill.
-        batch_size: prompts a batch.
+        batch_size: prompts a batch. Batches that the device's memory cannot hold are halved, and the file says to what.
         second_batch_size: another batch size, scored too, to measure how far the numbers move by themselves; None to leave out.
         dequantized_sample: prompts that are also scored with the base dequantized and the adapter unmerged, to measure how far
             bitsandbytes' kernels move the numbers; 0 to leave out. Left out too where bitsandbytes has repacked its weights.
@@ -99,6 +99,7 @@ def record_reference(
     sample = sample_of(made, dequantized_sample)
     dequantized = score_dequantized(model, sample, labels, batch_size, progress) if sample else None
     scores = engine.score(made, labels, progress=progress)
+    fitted = engine.score_fit or batch_size
     reference = Reference(
         model=_base_facts(model),
         adapter=adapter,
@@ -108,14 +109,14 @@ def record_reference(
             "versions": described["versions"],
             "device": described["device"],
             "attention": described["settings"]["attention"],
-            "batch_size": batch_size,
+            "batch_size": fitted,
         },
         labels=labels,
         prefill=prefill,
         scores=tuple(scores),
         token_ids_sha256={prompt.id: token_ids_sha256(prompt) for prompt in made},
         noise_floors={
-            "batch_shape": _batch_shape_floor(model, made, labels, scores, batch_size, second_batch_size, progress),
+            "batch_shape": _batch_shape_floor(model, made, labels, scores, fitted, second_batch_size, progress),
             "dequantized": dequantized_floor(scores, dequantized),
         },
     )

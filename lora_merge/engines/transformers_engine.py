@@ -212,7 +212,7 @@ class TransformersEngine:
             tell(len(batch))
 
         with model.reading():
-            batches = equal_length_batches(prompts, min(self.batch_size, self.score_fit or self.batch_size))
+            batches = equal_length_batches(prompts, _at_most(self.batch_size, self.score_fit))
             most = run_fitting(batches, score, _lengths(prompts), progress)
         self.score_fit = most if most < max(map(len, batches), default=1) else self.score_fit
         return [score for score in scores if score is not None]
@@ -247,14 +247,14 @@ class TransformersEngine:
                 completions[position] = _completion(tokenizer, prompt, ids, stop_ids)
 
         with model.reading():
-            batches = make_batches(prompts, min(self.write_batch_size, self.write_fit or self.write_batch_size))
+            batches = make_batches(prompts, _at_most(self.write_batch_size, self.write_fit))
             most = run_fitting(batches, write, _lengths(prompts), progress)
         self.write_fit = most if most < max(map(len, batches), default=1) else self.write_fit
         self.token_counts = counts + TokenCounts(shared=prefix.computed_tokens)
         return [completion for completion in completions if completion is not None]
 
     def describe(self) -> dict[str, Any]:
-        """See :class:`~lora_merge.engines.protocol.Engine`."""
+        """See :class:`~lora_merge.engines.protocol.Engine`. The batch sizes are those to which batches were halved so far."""
         model = self._live()
         return {
             "kind": self.name,
@@ -264,8 +264,8 @@ class TransformersEngine:
             "settings": {
                 **self._source,
                 "attention": str(getattr(model.text_config, "_attn_implementation", None)),
-                "batch_size": self.batch_size,
-                "write_batch_size": self.write_batch_size,
+                "batch_size": _at_most(self.batch_size, self.score_fit),
+                "write_batch_size": _at_most(self.write_batch_size, self.write_fit),
                 "share_prefix": self.share_prefix,
                 "end_ids": list(self._end_ids),
             },
@@ -287,6 +287,10 @@ class TransformersEngine:
 def usual_batches(device: str) -> tuple[int, int]:
     """Prompts that are decided and texts that are written at once on a device, unless the user says otherwise."""
     return (GPU_BATCH, GPU_BATCH) if resolve_device(device).type == "cuda" else (SCORE_BATCH, WRITE_BATCH)
+
+
+def _at_most(asked: int, fit: int | None) -> int:
+    return asked if fit is None else min(asked, fit)
 
 
 def _lengths(prompts: Sequence[Prompt]) -> list[int]:

@@ -91,6 +91,8 @@ def test_an_engine_begins_with_what_has_fitted(model, tokenizer, prompts, labels
         work()
         assert not failed
     assert engine.score_fit in (1, 2) and engine.write_fit in (1, 2)
+    settings = engine.describe()["settings"]
+    assert (settings["batch_size"], settings["write_batch_size"]) == (engine.score_fit, engine.write_fit)
 
 
 def test_a_cpu_has_the_small_batches():

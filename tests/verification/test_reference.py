@@ -16,6 +16,7 @@ import torch
 from peft import LoraConfig, PeftModel, get_peft_model
 
 from lora_merge.engines.errors import EngineError, NonFiniteScore
+from lora_merge.engines.live_model import LiveModel
 from lora_merge.engines.prompts import rows_from_mappings, token_ids_sha256, tokenize
 from tests.engines.builders import make_model, make_rows, make_tokenizer
 from verification.errors import VerificationError
@@ -142,6 +143,24 @@ def test_the_noise_floor_is_measured_between_two_shapes_or_not_claimed(live, tok
         without = record_reference(live, tokenizer, many, tmp_path / f"{index}.jsonl", second_batch_size=second)
         assert without.noise_floors["batch_shape"] is None
         assert without.measured_floors == ()
+
+
+def test_batches_that_had_to_be_halved_are_recorded_as_they_were(live, tokenizer, tmp_path, monkeypatch):
+    """Training has left little memory: at 12 halved to 3 a second size of 3 would be the same shapes, a floor of nothing."""
+    many = [{**row, "id": f"{row['id']}-{copy}"} for row in ROWS[:4] for copy in range(12)]
+    through = LiveModel.last_logits
+
+    def small(self, ids, **settings):
+        if len(ids) > 5:
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate ...")
+        return through(self, ids, **settings)
+
+    monkeypatch.setattr(LiveModel, "last_logits", small)
+    reference = record_reference(live, tokenizer, many, tmp_path / "a.jsonl", batch_size=12, second_batch_size=3)
+    assert reference.environment["batch_size"] == 3
+    assert reference.noise_floors["batch_shape"] is None
+    other = record_reference(live, tokenizer, many, tmp_path / "b.jsonl", batch_size=12, second_batch_size=2)
+    assert other.noise_floors["batch_shape"].source == "the reference in batches of 3 and of 2"
 
 
 def test_a_four_bit_model_records_its_recipe(tokenizer, tmp_path):
