@@ -41,7 +41,10 @@ class LiveModel:
         parameters = inspect.signature(base.forward).parameters
         self._keeps_last = "logits_to_keep" in parameters
         self._takes_positions = "position_ids" in parameters
-        self.device: torch.device = base.get_input_embeddings().weight.device
+        embedding = base.get_input_embeddings()
+        self.device: torch.device = embedding.weight.device
+        # Not of the weight's shape, which is empty where a trainer keeps the weight in parts.
+        self.vocabulary: int | None = getattr(embedding, "num_embeddings", None)
 
     @property
     def sliding_window(self) -> int | None:

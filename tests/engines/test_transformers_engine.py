@@ -10,7 +10,8 @@ from peft import LoraConfig, get_peft_model
 
 from lora_merge.engines.errors import EngineError, NonFiniteScore
 from lora_merge.engines.labels import DecisionLabels, Label
-from lora_merge.engines.protocol import Engine
+from lora_merge.engines.prompts import Prompt
+from lora_merge.engines.protocol import Engine, GenerationLimits
 from lora_merge.engines.transformers_engine import TransformersEngine
 from tests.engines.builders import make_model
 
@@ -96,6 +97,15 @@ def test_modes_return_also_after_an_error(prompts, labels):
     with pytest.raises(EngineError, match="token 10000; the model has 420"):
         TransformersEngine.from_model(model).score(prompts, outside)
     assert model.training
+
+
+def test_a_prompt_of_another_tokenizer_is_refused_in_one_line(model, tokenizer, prompts, labels):
+    """Its ids have no embedding: an IndexError, and on CUDA an assertion that ends the process."""
+    engine = TransformersEngine.from_model(model, tokenizer)
+    strange = [*prompts, Prompt("strange", (2, 420, 5))]
+    for work in (lambda: engine.score(strange, labels), lambda: engine.generate(strange, GenerationLimits(2))):
+        with pytest.raises(EngineError, match=r"prompt 'strange' has token 420; the model has 420, counted from 0"):
+            work()
 
 
 def test_an_overflow_is_no_number(prompts, labels):
