@@ -49,7 +49,8 @@ class Settled:
         from lora_merge.engines.transformers_engine import usual_batches
 
         deciding, writing = usual_batches(self.engine.device)
-        return {"batch_size": deciding, "write_batch_size": self.engine.batch_size or writing}
+        given = self.engine.batch_size
+        return {"batch_size": deciding, "write_batch_size": writing if given is None else given}
 
     def vllm_options(self) -> dict[str, Any]:
         """Options of the vLLM engine."""

@@ -164,8 +164,11 @@ def bench_engines(
 def _with_batches(options: BenchOptions) -> BenchOptions:
     from lora_merge.engines.transformers_engine import usual_batches
 
-    deciding, writing = usual_batches(options.engine.device)
-    return dataclasses.replace(options, decide_batch=options.decide_batch or deciding, write_batch=options.write_batch or writing)
+    given = options.decide_batch, options.write_batch
+    deciding, writing = (
+        usual if size is None else size for size, usual in zip(given, usual_batches(options.engine.device), strict=True)
+    )
+    return dataclasses.replace(options, decide_batch=deciding, write_batch=writing)
 
 
 def chosen_arms(names: Sequence[str] | None, say: Say = lambda text: None) -> list[Arm]:
