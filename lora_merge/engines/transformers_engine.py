@@ -47,8 +47,9 @@ class TransformersEngine:
     """See the module. Make one with :meth:`from_checkpoint`, :meth:`from_quantized` or :meth:`from_model`.
 
     ``token_counts`` holds what the last :meth:`generate` computed, waste included, but for batches that did not fit.
-    ``score_fit`` and ``write_fit`` are the sizes to which batches had to be halved, and later calls begin with them; None where
-    none had to be.
+    ``score_fit`` and ``write_fit`` are the least sizes to which batches had to be halved so far; None where none had to be. Each
+    call tries the whole size again: what it gives must not hang on the calls before it, or a run that was resumed or divided
+    would make other batches.
     """
 
     name = "transformers"
@@ -213,9 +214,10 @@ class TransformersEngine:
             tell(len(batch))
 
         with model.reading():
-            batches = equal_length_batches(prompts, _at_most(self.batch_size, self.score_fit))
+            batches = equal_length_batches(prompts, self.batch_size)
             most = run_fitting(batches, score, _lengths(prompts), progress)
-        self.score_fit = most if most < max(map(len, batches), default=1) else self.score_fit
+        if most < max(map(len, batches), default=1):
+            self.score_fit = _at_most(most, self.score_fit)
         return [score for score in scores if score is not None]
 
     def generate(
@@ -249,9 +251,10 @@ class TransformersEngine:
                 completions[position] = _completion(tokenizer, prompt, ids, stop_ids)
 
         with model.reading():
-            batches = make_batches(prompts, _at_most(self.write_batch_size, self.write_fit))
+            batches = make_batches(prompts, self.write_batch_size)
             most = run_fitting(batches, write, _lengths(prompts), progress)
-        self.write_fit = most if most < max(map(len, batches), default=1) else self.write_fit
+        if most < max(map(len, batches), default=1):
+            self.write_fit = _at_most(most, self.write_fit)
         self.token_counts = counts + TokenCounts(shared=prefix.computed_tokens)
         return [completion for completion in completions if completion is not None]
 

@@ -65,31 +65,31 @@ def test_an_engine_on_a_small_device_gives_what_a_large_one_gives(model, tokeniz
     assert max(calls) > 3, "some batch was too large"
 
 
-def test_an_engine_begins_with_what_has_fitted(model, tokenizer, prompts, labels, monkeypatch):
-    """A run goes chunk by chunk: memory that was too small for the last one is not tried again."""
+def test_what_did_not_fit_is_known_and_tried_again_by_the_next_call(model, tokenizer, prompts, labels, monkeypatch):
+    """A chunk of a resumed or divided run has to make the batches that it makes in an undivided one."""
     engine = TransformersEngine.from_model(model, tokenizer, batch_size=64, write_batch_size=64)
     limits = GenerationLimits(max_new_tokens=2)
-    assert (engine.score_fit, engine.write_fit) == (None, None)
     engine.score(prompts, labels)
     engine.generate(prompts, limits)
     assert (engine.score_fit, engine.write_fit) == (None, None)
     through = type(engine._live()).last_logits
-    failed = []
+    asked: list[int] = []
 
     def small(live, ids, **settings):
+        asked.append(len(ids))
         if len(ids) > 2:
-            failed.append(len(ids))
             raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate ...")
         return through(live, ids, **settings)
 
     monkeypatch.setattr(type(engine._live()), "last_logits", small)
     for work in (lambda: engine.score(prompts, labels), lambda: engine.generate(prompts, limits)):
-        failed.clear()
+        asked.clear()
         work()
-        assert failed
-        failed.clear()
+        first = list(asked)
+        assert max(first) > 2
+        asked.clear()
         work()
-        assert not failed
+        assert asked == first
     assert engine.score_fit in (1, 2) and engine.write_fit in (1, 2)
     settings = engine.describe()["settings"]
     assert (settings["batch_size"], settings["write_batch_size"]) == (engine.score_fit, engine.write_fit)
