@@ -25,7 +25,10 @@ Command = TypeVar("Command", bound=Callable[..., Any])
 
 
 def reports_errors(command: Command) -> Command:
-    """Decorate a click command body so that a :class:`UserError` ends in one ``error: ...`` line and its exit code."""
+    """Decorate a click command body so that a :class:`UserError` ends in one ``error: ...`` line and its exit code.
+
+    So does a path that lies where this user may not look, which any question about it may run into.
+    """
 
     @functools.wraps(command)
     def guarded(*args: Any, **kwargs: Any) -> Any:
@@ -35,6 +38,9 @@ def reports_errors(command: Command) -> Command:
         except UserError as error:
             click.echo(f"error: {one_line(str(error))}", err=True)
             sys.exit(error.exit_code)
+        except PermissionError as error:
+            click.echo(f"error: {one_line(f'{error.filename}: {error.strerror}')}; ask for access or name another", err=True)
+            sys.exit(UserError.exit_code)
         except KeyboardInterrupt:
             click.echo("error: interrupted; nothing half-written was left behind", err=True)
             sys.exit(EXIT_INTERRUPTED)

@@ -38,15 +38,19 @@ def max_positions(folder: str | Path) -> int | None:
     return None
 
 
-def sliding_window(folder: str | Path) -> int | None:
-    """The window, in tokens, of a model whose layers have a sliding window or full attention, some each; None for any other."""
-    config = _read_json(Path(folder) / "config.json")
-    text_config = config.get("text_config")
-    part = text_config if isinstance(text_config, dict) else config
-    kinds, window = part.get("layer_types"), part.get("sliding_window")
-    if not isinstance(kinds, list) or set(kinds) != {"full_attention", "sliding_attention"} or not isinstance(window, int):
+def sliding_window(folder: str | Path, *, trust_remote_code: bool = False) -> int | None:
+    """The window, in tokens, of a model whose layers have a sliding window or full attention, some each; None for any other.
+
+    Which layers have one is transformers' knowledge: the configurations of Gemma 2 and of most Gemma 3 do not say.
+    """
+    from transformers import AutoConfig
+
+    try:
+        config = AutoConfig.from_pretrained(str(folder), trust_remote_code=trust_remote_code).get_text_config()
+    except (OSError, ValueError, ImportError, KeyError):
         return None
-    return window
+    kinds, window = getattr(config, "layer_types", None), getattr(config, "sliding_window", None)
+    return window if set(kinds or ()) == {"full_attention", "sliding_attention"} and isinstance(window, int) else None
 
 
 def end_ids(folder: str | Path, tokenizer: PreTrainedTokenizerBase) -> tuple[int, ...]:

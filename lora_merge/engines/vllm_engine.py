@@ -96,7 +96,7 @@ class VllmEngine:
             vllm = _import_vllm()
         on_cpu = vllm.platforms.current_platform.is_cpu()
         eager = on_cpu if enforce_eager is None else enforce_eager
-        window = None if on_cpu else _window_of_all(path, longest)
+        window = None if on_cpu else _window_of_all(path, longest, trust_remote_code)
         arguments: dict[str, Any] = {
             "dtype": dtype,
             "seed": seed,
@@ -189,6 +189,7 @@ class VllmEngine:
     def _run(self, prompts: Sequence[Prompt], settings: Mapping[str, Any], progress: Progress) -> list[tuple[Prompt, Any]]:
         """Every prompt with vLLM's output for it, checked to be for the ids that were asked."""
         from vllm import SamplingParams
+        from vllm.v1.engine.exceptions import EngineDeadError
 
         llm = self._live()
         limit = llm.llm_engine.vllm_config.model_config.max_model_len
@@ -204,7 +205,13 @@ class VllmEngine:
             return results
         requests = [{"prompt_token_ids": list(prompt.token_ids)} for prompt in prompts]
         with open(os.devnull, "w", encoding="utf-8") as nowhere:
-            outputs = llm.generate(requests, parameters, use_tqdm=_bar_that_tells(progress, nowhere))
+            try:
+                outputs = llm.generate(requests, parameters, use_tqdm=_bar_that_tells(progress, nowhere))
+            except EngineDeadError as error:
+                raise EngineError(
+                    "vLLM's engine process ended while it worked, most often for want of memory; its messages stand above "
+                    "(with --verbose all of them). Lower --gpu-memory-utilization or --max-num-seqs and try again"
+                ) from error
         for prompt, output in zip(prompts, outputs, strict=True):
             if tuple(output.prompt_token_ids) != prompt.token_ids:
                 raise EngineError(f"prompt {prompt.id!r}: vLLM read other token ids than it was given; this vLLM cannot be used")
@@ -212,9 +219,9 @@ class VllmEngine:
         return results
 
 
-def _window_of_all(path: str | Path, longest: int | None) -> int | None:
+def _window_of_all(path: str | Path, longest: int | None, trust_remote_code: bool) -> int | None:
     """The model's sliding window, in tokens, where every sequence fits it; None where not, and for a hub id: vLLM's default."""
-    window = sliding_window(path) if Path(path).is_dir() else None
+    window = sliding_window(path, trust_remote_code=trust_remote_code) if Path(path).is_dir() else None
     if window is None or longest is None or longest > window:
         return None
     return min(window, max_positions(path) or window)

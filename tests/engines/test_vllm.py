@@ -172,6 +172,17 @@ def test_it_says_what_it_is(vllm):
     assert described["settings"].get("block_size") == (32 if described["device"] == "cpu" else None)
 
 
+def test_an_engine_that_dies_is_one_line(vllm, prompts, labels, monkeypatch):
+    from vllm.v1.engine.exceptions import EngineDeadError
+
+    def dead(*_: object, **__: object) -> None:
+        raise EngineDeadError
+
+    monkeypatch.setattr(vllm._live(), "generate", dead)
+    with pytest.raises(EngineError, match="engine process ended while it worked"):
+        vllm.score(prompts, labels)
+
+
 def test_no_prompts_are_no_work(vllm, labels):
     assert vllm.score([], labels) == []
     assert vllm.generate([], GenerationLimits(4)) == []
