@@ -64,10 +64,11 @@ class TransformersEngine:
         batch_size: int = SCORE_BATCH,
         write_batch_size: int = WRITE_BATCH,
         share_prefix: bool = False,
+        never_trained: bool = False,
     ) -> None:
         if batch_size < 1 or write_batch_size < 1:
             raise EngineError(f"batch sizes are {batch_size} and {write_batch_size}; expected at least 1")
-        self._model: LiveModel | None = LiveModel(model)
+        self._model: LiveModel | None = LiveModel(model, never_trained=never_trained)
         self.tokenizer = tokenizer
         self.batch_size = batch_size
         self.write_batch_size = write_batch_size
@@ -119,6 +120,7 @@ class TransformersEngine:
             batch_size=batch_size,
             write_batch_size=write_batch_size,
             share_prefix=share_prefix,
+            never_trained=True,
         )
 
     @classmethod
