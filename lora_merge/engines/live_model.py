@@ -83,8 +83,6 @@ class LiveModel:
             self.module.eval()
             with self._gradless(), kernels or contextlib.nullcontext():
                 yield
-        except torch.OutOfMemoryError as error:
-            raise EngineError(f"{self.device} ran out of memory: {error}. Use a smaller batch size") from error
         finally:
             for module, training in modes:
                 module.training = training

@@ -95,7 +95,7 @@ def main(base: str, adapters: tuple[str, ...], out: str, dry_run: bool, output_f
     """
     quiet_libraries()
     _keep_freed_memory()
-    if settings["device"] == "cuda" and not dry_run:
+    if settings["device"] == "cuda":
         from lora_merge.merging import cuda_start
 
         cuda_start.begin(quantizing=settings["from_4bit"], own_process=True)

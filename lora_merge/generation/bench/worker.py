@@ -48,14 +48,13 @@ def _measure_arm(task: Task, prompts: Sequence[Prompt], asked: float, tell: Tell
     imported = time.time() - asked
     started = time.perf_counter()
     options = dict(task.engine_options)
-    longest = max(len(prompt.token_ids) for prompt in prompts) + 1 + task.max_tokens
     engine = open_engine(
         task.engine,
         task.model,
         dtype=task.dtype,
         device=task.device,
         hf_options=options,
-        vllm_options={**options, "longest": longest},
+        vllm_options={**options, "longest": _longest(task, prompts)},
     )
     seconds = {"import": imported, "load": time.perf_counter() - started}
     try:
@@ -100,9 +99,14 @@ def _allocated_peak(task: Task) -> dict[str, int | None]:
     return {"allocated_peak": torch.cuda.max_memory_allocated()}
 
 
+def _longest(task: Task, prompts: Sequence[Prompt]) -> int:
+    """Tokens of the longest prompt with its decision and its text."""
+    return max(len(prompt.token_ids) for prompt in prompts) + 1 + task.max_tokens
+
+
 def _kv_capacity(engine: Any, prompts: Sequence[Prompt], task: Task) -> dict[str, float | None] | None:
     """How many tokens the key-value cache holds, and how many of the longest prompts with their texts run at once."""
-    longest = max(len(prompt.token_ids) for prompt in prompts) + 1 + task.max_tokens
+    longest = _longest(task, prompts)
     if task.engine == "vllm":
         tokens, sequences = _vllm_kv_tokens(engine), int(engine.describe()["settings"]["max_num_seqs"])
         return {
