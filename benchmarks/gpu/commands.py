@@ -1,6 +1,7 @@
 """The two parts that need a quiet machine and are other programs: ``bench-engines``, and benchmarks/merge.py.
 
     python benchmarks/gpu/commands.py engines --base models/gemma-3-270m --work work --json engines.json
+    python benchmarks/gpu/commands.py engines --widen 4b --base models/gemma-3-270m --work work --json engines-4b.json
     python benchmarks/gpu/commands.py merge --base models/gemma-3-270m --work work --json merge.json
 
 Both go on where they were: bench-engines by its own --resume, the merges by round.
@@ -19,7 +20,8 @@ from typing import Any
 
 from store import Results
 
-ROOT = Path(__file__).resolve().parents[2]
+HERE = Path(__file__).resolve().parent
+ROOT = HERE.parents[1]
 GROCERY = ROOT / "examples" / "grocery"
 PROMPTS = 10_000
 
@@ -32,6 +34,7 @@ def main() -> None:
     parser.add_argument("--json", type=Path, required=True)
     parser.add_argument("--num-prompts", type=int, default=PROMPTS)
     parser.add_argument("--more", default="", help="more options of bench-engines or of benchmarks/merge.py, as one string")
+    parser.add_argument("--widen", help="engines: the merged checkpoint at the size of this larger model (widen.py)")
     parser.add_argument("--stock", action="store_true", help="engines: time model.generate as well, once the rest is stored")
     parser.add_argument("--shape", default="4b")
     parser.add_argument("--rounds", type=int, default=3)
@@ -39,10 +42,11 @@ def main() -> None:
     options.work.mkdir(parents=True, exist_ok=True)
     more = shlex.split(options.more)
     if options.part == "engines":
-        results = Results(options.json, {"prompts": options.num_prompts, "more": options.more})
-        results.measure("engines", lambda: engines(options.base, options.work, options.num_prompts, more))
+        shape = {"shape": options.widen} if options.widen else {}
+        results = Results(options.json, {"prompts": options.num_prompts, "more": options.more, **shape})
+        results.measure("engines", lambda: engines(options, more))
         if "engines" in results.measured and options.stock:
-            results.measure("with stock", lambda: engines(options.base, options.work, options.num_prompts, [*more, "--stock"]))
+            results.measure("with stock", lambda: engines(options, [*more, "--stock"]))
     else:
         results = Results(options.json, {"shape": options.shape, "more": options.more})
         for number in range(1, options.rounds + 1):
@@ -51,15 +55,21 @@ def main() -> None:
     results.finish()
 
 
-def engines(base: Path, work: Path, count: int, more: list[str]) -> dict[str, Any]:
+def engines(options: argparse.Namespace, more: list[str]) -> dict[str, Any]:
     """Merge, write unseen prompts, compare the engines; the report as bench-engines leaves it, and the command."""
+    work, count = options.work, str(options.num_prompts)
     merged, prompts, out = work / "merged", work / "unseen.jsonl", work / "engines"
     if not (merged / "merge_manifest.json").is_file():  # the last file that a merge writes
-        run([sys.executable, GROCERY / "pairs.py", "unseen", "--count", str(count), "--out", prompts])
-        command = [sys.executable, "-m", "lora_merge.merging", "--base", base, "--adapter", GROCERY / "adapter", "--from-4bit"]
-        run([*command, "--out", merged, "--overwrite", "--quiet"])
+        run([sys.executable, GROCERY / "pairs.py", "unseen", "--count", count, "--out", prompts])
+        command = [sys.executable, "-m", "lora_merge.merging", "--base", options.base, "--adapter", GROCERY / "adapter"]
+        run([*command, "--from-4bit", "--out", merged, "--overwrite", "--quiet"])
+    if options.widen:
+        wide = work / f"merged-{options.widen}"
+        if not (wide / "config.json").is_file():  # likewise
+            run([sys.executable, HERE / "widen.py", "--model", merged, "--shape", options.widen, "--out", wide])
+        merged = wide
     command = [sys.executable, "-m", "lora_merge.generation.bench_cli", "--model", merged, "--prompts", prompts]
-    command += ["--num-prompts", str(count), "--out", out, "--resume", "--no-pictures", *more]
+    command += ["--num-prompts", count, "--out", out, "--resume", "--no-pictures", *more]
     code = run(command, allowed=(0, 1))
     report: dict[str, Any] = json.loads((out / "engines.json").read_text(encoding="utf-8"))
     shown = shlex.join(["bench-engines", *map(str, command[3:])])

@@ -21,7 +21,7 @@ sys.path[:0] = [str(HERE), str(HERE.parents[1])]
 
 from tables import drift, engines, environment, equivalence, merge, models, recipes, targets  # noqa: E402
 
-PARTS = ("drift", "equivalence", "recipe-fp4", "recipe-dora", "models", "engines", "merge")
+PARTS = ("drift", "equivalence", "recipe-fp4", "recipe-dora", "models", "engines", "engines-4b", "merge")
 
 
 def main() -> None:

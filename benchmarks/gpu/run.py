@@ -5,7 +5,7 @@
     python benchmarks/gpu/run.py ... --smoke      everything that can run, in small, also without a GPU
 
 A part whose JSON is complete is skipped; a part that was stopped, or where something failed, measures what is missing. A part
-that fails does not stop the others. ``engines`` and ``merge`` are timings: they run alone, after the others.
+that fails does not stop the others. ``engines``, ``engines-4b`` and ``merge`` are timings: they run alone, after the others.
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ from store import is_complete
 
 HERE = Path(__file__).resolve().parent
 ENGINES = "--skip-threshold 0.3 --quantiles 0 --sweep 32,64,128,256,1024 --sweep-prompts 512"
+WIDE = "--arms hf-two-phase,vllm-two-phase --quantiles 0 --sweep 32,128,1024 --sweep-prompts 512"
 MERGES = "--arms copy,naive,naive@cuda,from-4bit,from-4bit@cuda,peft@cuda,dequantize@cuda"
 ROWS = ("--examples", "9600")  # training rows: 150 steps
 
@@ -50,6 +51,12 @@ PARTS = {
         "commands.py",
         ("engines", "--stock", f"--more={ENGINES}"),
         ("engines", "--num-prompts", "24", "--more=--max-tokens 8 --arms hf-two-phase --sweep 8"),
+        alone=True,
+    ),
+    "engines-4b": Part(
+        "commands.py",
+        ("engines", "--widen", "4b", f"--more={WIDE}"),
+        ("engines", "--widen", "270m", "--num-prompts", "24", "--more=--max-tokens 8 --arms hf-two-phase --sweep 8"),
         alone=True,
     ),
     "merge": Part(

@@ -9,30 +9,27 @@ from tables.common import NOT_MEASURED, failures, table
 
 
 def pieces(parts: dict[str, Any], out: Path) -> dict[str, str]:
-    part = parts.get("engines")
+    """Of the example's own model with pictures, and of the same at the size of a larger one."""
+    return {"engines": piece(parts, "engines", out), "engines_4b": piece(parts, "engines-4b", None)}
+
+
+def piece(parts: dict[str, Any], name: str, pictures: Path | None) -> str:
+    part = parts.get(name)
     if part is None or "engines" not in part["measured"]:
-        return {"engines": NOT_MEASURED + "\n\n" + failures(part)}
+        return NOT_MEASURED + "\n\n" + failures(part)
     found = part["measured"].get("with stock") or part["measured"]["engines"]
-    return {"engines": "\n\n".join(text for text in sections(found["command"], found["report"], out) if text)}
+    return "\n\n".join(text for text in sections(found["command"], found["report"], name, pictures) if text)
 
 
-def sections(command: str, report: dict[str, Any], out: Path) -> list[str]:
+def sections(command: str, report: dict[str, Any], name: str, pictures: Path | None) -> list[str]:
     from lora_merge.generation.bench.arms import ARMS
-    from lora_merge.generation.bench.pictures import draw
 
     titles = {arm.name: arm.title for arm in ARMS}
     prompts = report["prompts"]
-    drawn = []
-    scratch = out / ".engines"
-    scratch.mkdir(exist_ok=True)
-    for name in draw(report, scratch):
-        (scratch / name).replace(out / f"gpu-engines-{name}")
-        drawn.append(f"![{Path(name).stem}](gpu-engines-{name})")
-    scratch.rmdir()
     return [
         f"```console\n{command}\n```",
         f"{prompts['number']:,} distinct prompts ({prompts['tokens']:,} tokens); the same {prompts['to_write']:,} of them get a "
-        f"text in every arm ({prompts['text_tokens']:,} tokens), greedy. Raw numbers: [gpu-engines.json](gpu-engines.json); "
+        f"text in every arm ({prompts['text_tokens']:,} tokens), greedy. Raw numbers: [gpu-{name}.json](gpu-{name}.json); "
         "[what is measured and how](../bench-engines.md).",
         times(report, titles),
         ratios(report, titles),
@@ -40,8 +37,21 @@ def sections(command: str, report: dict[str, Any], out: Path) -> list[str]:
         memory(report, titles),
         threshold(report, titles),
         sweep(report),
-        *drawn,
+        *(drawn(report, pictures) if pictures else []),
     ]
+
+
+def drawn(report: dict[str, Any], out: Path) -> list[str]:
+    from lora_merge.generation.bench.pictures import draw
+
+    scratch = out / ".engines"
+    scratch.mkdir(exist_ok=True)
+    links = []
+    for name in draw(report, scratch):
+        (scratch / name).replace(out / f"gpu-engines-{name}")
+        links.append(f"![{Path(name).stem}](gpu-engines-{name})")
+    scratch.rmdir()
+    return links
 
 
 def times(report: dict[str, Any], titles: dict[str, str]) -> str:
