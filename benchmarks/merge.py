@@ -5,7 +5,7 @@
 Makes a synthetic checkpoint of the given shape (random weights, three shards) and an adapter for all its linear layers, then
 runs every arm once a round, alternating, each in a process of its own, deletes every output before the next arm starts, and
 prints medians, ratios to the copy and peak memory (the kernel's high-water mark of resident memory, VmHWM; on a CUDA device the
-most that ``nvidia-smi`` saw in use beyond what was in use before). An arm runs on the processor, or with ``@cuda`` on the device:
+most that NVML saw in use beyond what was in use before). An arm runs on the processor, or with ``@cuda`` on the device:
 ``--arms copy,from-4bit,from-4bit@cuda,peft@cuda``.
 """
 
@@ -22,6 +22,8 @@ import threading
 import time
 from dataclasses import asdict, dataclass
 from pathlib import Path
+
+from lora_merge.generation.bench.memory import device_used
 
 # Gemma 3 (text) shapes: hidden, intermediate, layers, heads, key-value heads, head size, vocabulary.
 SHAPES = {
@@ -122,16 +124,16 @@ def run(arm: str, base: Path, adapter: Path, options: argparse.Namespace) -> Run
 
 
 class DeviceMemory:
-    """Watches the memory in use on the first CUDA device, five times a second; ``peak`` is in bytes, beyond what was in use."""
+    """Watches the memory in use on the CUDA devices, five times a second; ``peak`` is in bytes, beyond what was in use."""
 
     def __init__(self, watch: bool) -> None:
         self.peak = 0
+        before = device_used() if watch else None
         self._stop = threading.Event()
-        self._thread = threading.Thread(target=self._watch) if watch else None
+        self._thread = threading.Thread(target=self._watch, args=(before,)) if before is not None else None
 
     def __enter__(self) -> DeviceMemory:
         if self._thread:
-            self._before = self._used()
             self._thread.start()
         return self
 
@@ -140,13 +142,9 @@ class DeviceMemory:
         if self._thread:
             self._thread.join()
 
-    def _watch(self) -> None:
+    def _watch(self, before: int) -> None:
         while not self._stop.wait(0.2):
-            self.peak = max(self.peak, self._used() - self._before)
-
-    def _used(self) -> int:
-        query = ["nvidia-smi", "--id=0", "--query-gpu=memory.used", "--format=csv,noheader,nounits"]
-        return int(subprocess.run(query, check=True, capture_output=True, text=True).stdout) << 20
+            self.peak = max(self.peak, (device_used() or 0) - before)
 
 
 def summary(runs: list[Run], base: Path, options: argparse.Namespace) -> dict[str, object]:

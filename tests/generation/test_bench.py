@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import os
+import sys
 import time
 from types import SimpleNamespace
 
@@ -294,6 +296,67 @@ def test_arms_are_those_that_can_run(monkeypatch):
         api.chosen_arms(["fast"])
     monkeypatch.setattr(api, "vllm_is_installed", lambda: True)
     assert api.chosen_arms(None) == list(ARMS)
+
+
+class NVML:
+    """Stands for the module ``pynvml`` on a machine of two GPUs; ``used`` are bytes by handle."""
+
+    class NVMLError(Exception):
+        pass
+
+    def __init__(self, used, broken=None):
+        self.used, self.broken, self.begun = used, broken, 0
+
+    def _ask(self, name, answer):
+        if name == self.broken:
+            raise self.NVMLError(name)
+        return answer
+
+    def nvmlInit(self):
+        self.begun += 1
+        self._ask("init", None)
+
+    def nvmlDeviceGetCount(self):
+        return len(self.used)
+
+    def nvmlDeviceGetHandleByIndex(self, index):
+        return index
+
+    def nvmlDeviceGetMemoryInfo(self, handle):
+        return self._ask("memory", SimpleNamespace(used=self.used[handle]))
+
+
+@pytest.fixture
+def nvml(monkeypatch):
+    def give(module):
+        monkeypatch.setitem(sys.modules, "pynvml", module)
+        memory._devices.cache_clear()
+        return module
+
+    yield give
+    memory._devices.cache_clear()
+
+
+def test_device_memory_is_the_peak_beyond_what_was_in_use(nvml):
+    """Oracle: the bytes written out. NVML is opened once, however often it is asked."""
+    library = nvml(NVML([3 << 30, 1 << 30]))
+    assert memory.device_used() == 4 << 30
+    with memory.MemoryWatch(os.getpid()) as watch:
+        library.used[1] = 6 << 30
+        time.sleep(1)
+        library.used[1] = 2 << 30
+        time.sleep(0.5)
+    assert watch.device == 5 << 30
+    assert library.begun == 1
+
+
+@pytest.mark.parametrize("library", [None, NVML([]), NVML([1], "init"), NVML([1], "memory")])
+def test_no_device_memory_where_nobody_tells(nvml, library):
+    nvml(library)
+    assert memory.device_used() is None
+    with memory.MemoryWatch(os.getpid()) as watch:
+        time.sleep(0.4)
+    assert watch.device is None
 
 
 def test_memory_of_a_process_and_its_children():

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
 import resource
-import shutil
-import subprocess
 import threading
 import time
 from pathlib import Path
+from typing import Any
 
 from lora_merge.generation.orphans import descendants
 
@@ -37,8 +37,8 @@ def reset_host_peak() -> None:
 class MemoryWatch:
     """Watches a process from outside while it lives: ``host`` and ``device`` are the peaks in bytes.
 
-    ``device`` counts what appeared on the GPU since the watch began; None where there is no NVIDIA GPU. Whatever else runs on
-    the same GPU would count as well.
+    ``device`` counts what appeared on the GPUs since the watch began; None where nobody tells (:func:`device_used`). What else
+    runs on the same GPUs would count as well.
     """
 
     def __init__(self, pid: int) -> None:
@@ -96,11 +96,31 @@ def _own_seconds() -> float:
 
 
 def device_used() -> int | None:
-    """Memory in use on all visible NVIDIA GPUs, in bytes; None without nvidia-smi."""
-    program = shutil.which("nvidia-smi")
-    if program is None:
+    """Memory in use on all NVIDIA GPUs, in bytes; None without one, or where NVML or nvidia-ml-py is missing.
+
+    NVML is asked within this process. Starting ``nvidia-smi`` for every look would open and close the driver as often, beside the
+    process whose time is taken.
+    """
+    devices = _devices()
+    if not devices:
         return None
-    done = subprocess.run([program, "--query-gpu=memory.used", "--format=csv,noheader,nounits"], capture_output=True, text=True)
-    if done.returncode != 0:
+    import pynvml
+
+    try:
+        return sum(int(pynvml.nvmlDeviceGetMemoryInfo(device).used) for device in devices)
+    except pynvml.NVMLError:
         return None
-    return sum(int(line) << 20 for line in done.stdout.split() if line.isdigit())
+
+
+@functools.cache
+def _devices() -> tuple[Any, ...]:
+    """NVML's handles of all GPUs; NVML stays open until this process ends."""
+    try:
+        import pynvml
+    except ImportError:
+        return ()
+    try:
+        pynvml.nvmlInit()
+        return tuple(pynvml.nvmlDeviceGetHandleByIndex(index) for index in range(pynvml.nvmlDeviceGetCount()))
+    except pynvml.NVMLError:
+        return ()
