@@ -46,12 +46,13 @@ def drift(parts: dict[str, Any]) -> Iterator[list[str]]:
 
 
 def engines(parts: dict[str, Any]) -> Iterator[list[str]]:
-    measured = parts.get("engines", {}).get("measured", {})
-    if "engines" in measured:
-        for entry in measured["engines"]["report"]["ratios"]:
+    for name, size in (("engines-4b", "Gemma 3 4B's size"), ("engines", "Gemma 3 270M")):
+        measured = parts.get(name, {}).get("measured", {})
+        for entry in measured["engines"]["report"]["ratios"] if "engines" in measured else []:
             if (entry["slow"], entry["fast"]) == ("hf-two-phase", "vllm-two-phase"):
-                yield row("time of Transformers in batches over time of vLLM, deciding and writing", 2.6, entry["total"])
-                yield row("the same, deciding alone", 1.5, entry["decide"])
+                what = f"time of Transformers in batches over time of vLLM, {size}"
+                yield row(f"{what}, deciding and writing", 2.6, entry["total"])
+                yield row(f"{what}, deciding alone", 1.5, entry["decide"])
 
 
 def merges(parts: dict[str, Any]) -> Iterator[list[str]]:
