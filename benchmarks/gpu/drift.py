@@ -218,7 +218,7 @@ def score_arm(arm: Arm, options: argparse.Namespace) -> None:
     if arm.small:
         scores = []
         if arm.engine == "vllm":  # calls of a few prompts, nothing left of the first time in the prefix cache
-            engine._live().reset_prefix_cache()
+            engine.forget()
             for place in range(0, len(prompts), SMALL_BATCH):
                 scores += engine.score(prompts[place : place + SMALL_BATCH], labels)
         else:

@@ -154,6 +154,10 @@ class VllmEngine:
             completions.append(Completion(prompt.id, ids, text, reason))
         return completions
 
+    def forget(self) -> None:
+        """Empty the prefix cache, so that prompts of an earlier call are new again."""
+        self._live().reset_prefix_cache()
+
     def describe(self) -> dict[str, Any]:
         """See :class:`~lora_merge.engines.protocol.Engine`."""
         config = self._live().llm_engine.vllm_config

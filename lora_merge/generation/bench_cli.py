@@ -49,7 +49,11 @@ def _names(context: click.Context, parameter: click.Parameter, value: str | None
 )
 @click.option("--stock", is_flag=True, help="Also time model.generate of Transformers at the sizes of --sweep.")
 @click.option(
-    "--repeats", type=click.IntRange(1), default=1, show_default=True, help="Measure each arm so often; the median counts."
+    "--repeats",
+    type=click.IntRange(1),
+    default=1,
+    show_default=True,
+    help="Do each arm's work so often; the median counts.",
 )
 @click.option("--min-agreement", type=click.FloatRange(0, 1), default=0.98, show_default=True, help="Same work: equal decisions.")
 @click.option(

@@ -157,6 +157,23 @@ def test_two_phases_write_what_one_does(vllm, prompts, labels):
     assert [text.token_ids for text in written] == [whole[index].token_ids[1:] for index in going_on]
 
 
+def test_prompts_can_be_forgotten(vllm, labels):
+    """Oracle: vLLM's own count of prompt tokens that it took from its cache; blocks are of 32."""
+    from vllm import SamplingParams
+
+    prompt = Prompt("long", (2, *range(5, 90)))
+
+    def cached() -> int:
+        request = {"prompt_token_ids": list(prompt.token_ids)}
+        return vllm._live().generate(request, SamplingParams(max_tokens=1), use_tqdm=False)[0].num_cached_tokens
+
+    before = vllm.score([prompt], labels)
+    assert cached() >= 32
+    vllm.forget()
+    assert cached() == 0
+    assert vllm.score([prompt], labels)[0].skip_probability == pytest.approx(before[0].skip_probability, abs=1e-6)
+
+
 def test_a_prompt_without_room_is_refused_before_anything_runs(vllm, labels):
     with pytest.raises(EngineError, match=r"prompt 'long' has 128 tokens.*room for 128"):
         vllm.score([Prompt("long", (2,) + (5,) * 127)], labels)

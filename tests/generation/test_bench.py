@@ -18,7 +18,7 @@ from lora_merge.engines.live_model import LiveModel
 from lora_merge.engines.prompts import Prompt
 from lora_merge.generation.bench import api, figures, memory, worker
 from lora_merge.generation.bench.arms import ARMS, ArmResult, Task, WriteList
-from lora_merge.generation.bench.measure import Bench, make_write_list
+from lora_merge.generation.bench.measure import Bench, make_write_list, median
 from lora_merge.generation.bench.progress import ProgressFile, ProgressLines, tell_nobody
 from lora_merge.generation.bench.proof import Limits, compare, first_difference, within_engines
 from lora_merge.generation.bench.runner import Runner
@@ -37,6 +37,7 @@ def arm(**changes) -> ArmResult:
     """Five prompts, four of them written: 14 tokens of texts."""
     usual = ArmResult(
         seconds={"import": 1.0, "load": 2.0, "warm_up": 0.5, "decide": 4.0, "write": 6.0},
+        work_seconds_of_repeats=[10.0],
         decisions=["write"] * 4 + ["skip"],
         skip_probabilities=[0.1, 0.45, 0.2, 0.55, 0.9],
         texts={0: (5, 1), 1: (5, 6, 1), 2: (5, 6, 7, 1), 3: (5, 6, 7, 8, 1)},
@@ -225,6 +226,32 @@ def test_both_modes_write_the_same_list():
     one = Bench(Scripted(), task(mode="one-shot", write_list=listed), PROMPTS, Clock()).work()
     assert one.seconds == {"one_shot": 1.0}
     assert (one.decisions, one.texts) == (first.decisions, first.texts)
+
+
+def test_work_is_repeated_on_prompts_that_are_new_again():
+    """Three times the work; the clock goes 2, 4 and 3 times as fast, and what the engine kept is dropped in between."""
+    events = []
+
+    class Caching(Scripted):
+        def forget(self):
+            events.append("forget")
+
+        def score(self, prompts, labels, *, progress=lambda advance: None):
+            events.append(len(prompts))
+            return super().score(prompts, labels, progress=progress)
+
+    class Paced(Clock):
+        def __call__(self):
+            self.now += (2, 4, 3)[events.count("forget")]
+            return self.now
+
+    works = Bench(Caching(), task(repeats=3), PROMPTS[:16], Paced()).repeated()
+    assert events == [16, "forget", 16, "forget", 16]
+    assert [work.work_seconds for work in works] == [4.0, 8.0, 6.0]
+    assert median(works) is works[2]
+    assert median(works[:2]) is works[1]
+    assert works[0].texts == works[1].texts == works[2].texts
+    assert len(Bench(Scripted(), task(repeats=2), PROMPTS[:16], Clock()).repeated()) == 2  # nothing to forget
 
 
 def test_a_given_list_is_written_whatever_the_arm_decides():

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
-import itertools
 import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -46,7 +45,7 @@ class BenchOptions:
         sweep: generation batch sizes of the Transformers engine to try.
         sweep_prompts: try them on so many of the prompts to write, evenly spread; None for all.
         stock: also time ``model.generate`` of Transformers at the sizes of the sweep.
-        repeats: how often each arm is measured; the median counts.
+        repeats: how often the work of each arm is done, once it has started; the median counts.
         engine: dtype, device and vLLM's own options.
         limits: what still counts as the same work.
         resume: do not measure again what was measured with the same settings.
@@ -79,8 +78,7 @@ class BenchResult:
     Attributes:
         options: what was asked for.
         prompts: how many, and their tokens.
-        arms: name -> result; the median one of the repetitions.
-        spread: name -> time of the work in each repetition.
+        arms: name -> result.
         reference: the arm that fixed the list, and that the others are held against.
         listed: the prompts to write.
         proof: name -> how an arm's work compares with the reference's.
@@ -93,7 +91,6 @@ class BenchResult:
     options: BenchOptions
     prompts: Mapping[str, Any]
     arms: Mapping[str, ArmResult]
-    spread: Mapping[str, Sequence[float]]
     reference: str
     listed: WriteList
     proof: Mapping[str, SameWork]
@@ -132,28 +129,24 @@ def bench_engines(
     work = distinct_prompts(Path(prompts), tokenizer, options, _room(model, options))
     labels = resolve_labels(tokenizer, work, prefill=options.prefill, skip=options.skip_label, write=options.write_label)
     base = _base_task(Path(model), target, work, labels, options)
-    results: dict[str, list[ArmResult]] = {}
+    results: dict[str, ArmResult] = {}
     listed: WriteList | None = None
-    for arm, repeat in itertools.product(arms, range(options.repeats)):
-        task = _arm_task(base, arm, options, listed, repeat)
-        result = runner.arm(task)
+    for arm in arms:
+        result = results[arm.name] = runner.arm(_arm_task(base, arm, options, listed))
         if listed is None:
             listed = make_write_list(result.decisions, result.skip_probabilities, result.texts, options.skip_threshold)
-        results.setdefault(arm.name, []).append(result)
     if listed is None or not listed.indices:
         raise GenerationError(f"none of the {len(work)} prompts is decided as {options.write_label!r}; there is nothing to write")
-    medians = {name: sorted(found, key=lambda result: result.work_seconds)[len(found) // 2] for name, found in results.items()}
     reference = arms[0].name
     swept = listed.spread(options.sweep_prompts)
     return BenchResult(
         options=options,
         prompts={"number": len(work), "tokens": sum(len(prompt.token_ids) for prompt in work)},
-        arms=medians,
-        spread={name: [result.work_seconds for result in found] for name, found in results.items()},
+        arms=results,
         reference=reference,
         listed=listed,
-        proof=proofs(reference, medians, listed, options.limits),
-        within=within_engines(medians, listed, options.limits),
+        proof=proofs(reference, results, listed, options.limits),
+        within=within_engines(results, listed, options.limits),
         sweep=_sizes(runner, base, options, swept, "sweep"),
         stock=_sizes(runner, base, options, swept, "stock") if options.stock else [],
         swept=len(swept.indices),
@@ -238,11 +231,11 @@ def _base_task(model: Path, folder: Path, work: Sequence[Prompt], labels: Decisi
     )
 
 
-def _arm_task(base: Task, arm: Arm, options: BenchOptions, listed: WriteList | None, repeat: int) -> Task:
+def _arm_task(base: Task, arm: Arm, options: BenchOptions, listed: WriteList | None) -> Task:
     batches = {"batch_size": options.decide_batch, "write_batch_size": options.write_batch}
     engine_options = batches if arm.engine == "hf" else options.engine.vllm_options()
     return dataclasses.replace(
-        base, engine=arm.engine, mode=arm.mode, engine_options=engine_options, write_list=listed, repeat=repeat
+        base, engine=arm.engine, mode=arm.mode, engine_options=engine_options, write_list=listed, repeats=options.repeats
     )
 
 

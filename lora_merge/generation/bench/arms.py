@@ -89,7 +89,7 @@ class Task:
         threshold: skip probability up to which a text is kept; None for no such comparison.
         quantiles: groups by text length to time apart; 0 for none.
         batch_size: of a sweep; 0 for an arm.
-        repeat: number of the repetition.
+        repeats: how often the work of an arm is done.
     """
 
     part: Literal["arm", "sweep", "stock"]
@@ -109,13 +109,12 @@ class Task:
     threshold: float | None = None
     quantiles: int = 0
     batch_size: int = 0
-    repeat: int = 0
+    repeats: int = 1
 
     @property
     def name(self) -> str:
         """File name of the results."""
-        what = f"{self.engine}-{self.mode}" if self.part == "arm" else f"{self.part}-{self.batch_size}"
-        return what if self.repeat == 0 else f"{what}-{self.repeat + 1}"
+        return f"{self.engine}-{self.mode}" if self.part == "arm" else f"{self.part}-{self.batch_size}"
 
     @property
     def digest(self) -> str:
@@ -143,7 +142,9 @@ class ArmResult:
     """What one arm did and how long it took.
 
     Attributes:
-        seconds: ``import``, ``load`` and ``warm_up``, and of the work ``decide`` and ``write``, or ``one_shot``.
+        seconds: ``import``, ``load`` and ``warm_up``, and of the work ``decide`` and ``write``, or ``one_shot``; these and
+            what follows are of the repetition that took the median time.
+        work_seconds_of_repeats: of each repetition.
         decisions: of every prompt: ``skip``, ``write`` or ``other``.
         skip_probabilities: of every prompt; None for one-shot, which sees no probabilities.
         texts: position -> token ids after the decision token, of every prompt on the list that this arm wrote.
@@ -163,6 +164,7 @@ class ArmResult:
     """
 
     seconds: Mapping[str, float]
+    work_seconds_of_repeats: Sequence[float]
     decisions: Sequence[str]
     skip_probabilities: Sequence[float] | None
     texts: Mapping[int, Sequence[int]]

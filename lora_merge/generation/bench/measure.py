@@ -29,6 +29,11 @@ class Work:
     written_tokens: int = 0
     computed: dict[str, int] | None = None
 
+    @property
+    def work_seconds(self) -> float:
+        """The time of all its phases."""
+        return sum(self.seconds.values())
+
     def count(self, engine: Engine) -> None:
         """Add what the engine computed in its last call of ``generate``, where it tells."""
         counts = getattr(engine, "token_counts", None)
@@ -94,6 +99,15 @@ class Bench:
             same += sum(work.texts[index] == ids for index, ids in texts.items())
         return {"all": work.seconds["write"], "kept": seconds, "same": same / len(listed.kept) if listed.kept else 1.0}
 
+    def repeated(self) -> list[Work]:
+        """The whole work of the arm, as often as the task says; prompts are new to the engine each time."""
+        works = [self.work()]
+        for _ in range(1, self._task.repeats):
+            if hasattr(self._engine, "forget"):
+                self._engine.forget()
+            works.append(self.work())
+        return works
+
     def _two_phase(self) -> Work:
         probabilities: list[float] = []
         work = Work(seconds={"decide": 0.0, "write": 0.0}, skip_probabilities=probabilities)
@@ -149,6 +163,11 @@ class Bench:
         started = self._clock()
         result = call(*arguments, progress=progress)
         return self._clock() - started, result
+
+
+def median(works: Sequence[Work]) -> Work:
+    """The one that took the median time, of an even number the slower of the two in the middle."""
+    return sorted(works, key=lambda work: work.work_seconds)[len(works) // 2]
 
 
 def make_write_list(

@@ -51,7 +51,7 @@ def _arm(result: BenchResult, name: str) -> dict[str, Any]:
         "seconds": dict(arm.seconds),
         "work_seconds": arm.work_seconds,
         "start_seconds": arm.start_seconds,
-        "work_seconds_of_repeats": list(result.spread[name]),
+        "work_seconds_of_repeats": list(arm.work_seconds_of_repeats),
         "decisions": {decision: list(arm.decisions).count(decision) for decision in ("skip", "write", "other")},
         "rates": figures.rates(arm, result.listed),
         "written_tokens": arm.written_tokens,

@@ -42,7 +42,7 @@ def read_work(path: Path) -> list[Prompt]:
 
 def _measure_arm(task: Task, prompts: Sequence[Prompt], asked: float, tell: Teller) -> dict[str, Any]:
     from lora_merge.engines.opening import open_engine
-    from lora_merge.generation.bench.measure import Bench, make_write_list
+    from lora_merge.generation.bench.measure import Bench, make_write_list, median
 
     _import_libraries(task.engine)
     imported = time.time() - asked
@@ -60,12 +60,14 @@ def _measure_arm(task: Task, prompts: Sequence[Prompt], asked: float, tell: Tell
     try:
         bench = Bench(engine, task, prompts, tell=tell)
         seconds["warm_up"] = bench.warm_up()
-        work = bench.work()
+        works = bench.repeated()
+        work = median(works)
         listed = task.write_list or make_write_list(work.decisions, work.skip_probabilities, work.texts, task.threshold)
         two_phase = task.mode == "two-phase"
         groups = listed.quantiles(task.quantiles) if two_phase and task.quantiles else []
         return ArmResult(
             seconds={**seconds, **work.seconds},
+            work_seconds_of_repeats=[each.work_seconds for each in works],
             decisions=work.decisions,
             skip_probabilities=work.skip_probabilities,
             texts=work.texts,
