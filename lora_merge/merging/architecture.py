@@ -66,6 +66,7 @@ def _model_without_data(base: Checkpoint, trust_remote_code: bool) -> Any:
     """The base's architecture on torch's meta device."""
     import torch
     import transformers
+    from transformers.initialization import no_tie_weights
 
     config_path = base.folder.path
     if base.config.get("auto_map") and not trust_remote_code:
@@ -76,7 +77,9 @@ def _model_without_data(base: Checkpoint, trust_remote_code: bool) -> Any:
     try:
         config = transformers.AutoConfig.from_pretrained(config_path, trust_remote_code=trust_remote_code, local_files_only=True)
         names = base.config.get("architectures") or [None]
-        with torch.device("meta"):
+        # Tied weights stay apart, as from_pretrained builds a model: what it finds last in it is then the head, which is not
+        # quantized, and not the layer before it.
+        with no_tie_weights(), torch.device("meta"):
             architecture = getattr(transformers, names[0], None) if isinstance(names[0], str) else None
             if architecture is not None and not base.config.get("auto_map"):
                 return architecture(config)
