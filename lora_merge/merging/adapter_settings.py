@@ -72,16 +72,30 @@ class LoraSettings:
     where: str
     residual: bool
 
-    def rank(self, path: str) -> int:
-        """The rank at ``path``: a module, or a parameter for ``target_parameters``."""
-        return _rank(_matching(self._pattern("rank_pattern"), path, self.config["r"]), f"{self.where}: r")
+    def ranks(self, path: str) -> tuple[int, ...]:
+        """The ranks that the configuration allows at ``path``: a module, or a parameter for ``target_parameters``.
 
-    def scaling(self, path: str) -> float:
-        """``alpha / rank``, or ``alpha / sqrt(rank)`` for rsLoRA."""
-        rank = self.rank(path)
-        alpha = _alpha(
-            _matching(self._pattern("alpha_pattern"), path, self.config.get("lora_alpha", 8)), f"{self.where}: lora_alpha"
-        )
+        More than one where several keys of ``rank_pattern`` match: see :func:`_matching`. The tensors tell which it was.
+        """
+        found = _matching(self._pattern("rank_pattern"), path) or {"r": self.config["r"]}
+        return tuple(dict.fromkeys(_rank(value, f"{self.where}: r") for value in found.values()))
+
+    def scaling(self, path: str, rank: int) -> float:
+        """``alpha / rank``, or ``alpha / sqrt(rank)`` for rsLoRA.
+
+        Raises:
+            MergeError: several keys of ``alpha_pattern`` match ``path`` with different values. No tensor tells which it was.
+        """
+        found = _matching(self._pattern("alpha_pattern"), path) or {"lora_alpha": self.config.get("lora_alpha", 8)}
+        (key, first), *others = found.items()
+        for other, value in others:
+            if value != first:
+                raise MergeError(
+                    f"{self.where}: alpha_pattern keys {key!r} ({first}) and {other!r} ({value}) both match {path!r}; training "
+                    "used the one that came first, but PEFT saves them sorted: leave only the one that the training script had "
+                    "first to match this module"
+                )
+        alpha = _alpha(first, f"{self.where}: lora_alpha")
         return alpha / math.sqrt(rank) if self.config.get("use_rslora") else alpha / rank
 
     def check_patterns(self, paths: tuple[str, ...]) -> None:
@@ -196,6 +210,9 @@ def _module_pattern(key: str, where: str) -> re.Pattern[str]:
         raise MergeError(f"{where} key {key!r} is no regular expression: {error}") from error
 
 
-def _matching(pattern: Mapping[str, Any], path: str, default: Any) -> Any:
-    """The value of the first key that matches ``path``, as PEFT looks it up."""
-    return next((value for key, value in pattern.items() if re.match(rf"(.*\.)?({key})$", path)), default)
+def _matching(pattern: Mapping[str, Any], path: str) -> dict[str, Any]:
+    """The entries of ``pattern`` whose key matches ``path``.
+
+    PEFT takes the first, and saves the keys in alphabetical order, so that a file does not tell which one was the first.
+    """
+    return {key: value for key, value in pattern.items() if re.match(rf"(.*\.)?({key})$", path)}

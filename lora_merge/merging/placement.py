@@ -61,8 +61,8 @@ class Placement:
             module, parameter = parameters.get(pair.module, (pair.module, ""))
             path = f"{module}.{parameter}" if parameter else module
             paths.append(path)
-            _check_rank(pair, path, adapter, experts=bool(parameter))
-            scaling = adapter.settings.scaling(path) * weight
+            rank = _rank(pair, path, adapter, experts=bool(parameter))
+            scaling = adapter.settings.scaling(path, rank) * weight
             if parameter:
                 placed = place_parameter(
                     pair, module, parameter, scaling, self._packing, self._tensors, self._names, self._architecture
@@ -205,16 +205,17 @@ class Placement:
             )
 
 
-def _check_rank(pair: LowRankPair, path: str, adapter: Adapter, *, experts: bool) -> None:
-    """The rank that the configuration says; for fused experts the tensors hold a multiple of it."""
-    rank = adapter.settings.rank(path)
+def _rank(pair: LowRankPair, path: str, adapter: Adapter, *, experts: bool) -> int:
+    """The rank of an update, by configuration and tensors; for fused experts the tensors hold a multiple of it."""
+    ranks = adapter.settings.ranks(path)
     found = (pair.a.shape[0], pair.b.shape[1])
-    fits = found[0] == found[1] and found[0] % rank == 0 if experts else found == (rank, rank)
-    if not fits:
+    fitting = [rank for rank in ranks if found[0] == found[1] and (found[0] % rank == 0 if experts else found[0] == rank)]
+    if len(fitting) != 1:
         raise MergeError(
             f"{pair.a.path}: {pair.module}: lora_A {list(pair.a.shape)} and lora_B {list(pair.b.shape)} are of rank {found[0]} "
-            f"and {found[1]}, the configuration says {rank}"
+            f"and {found[1]}, the configuration says {' or '.join(map(str, ranks))}"
         )
+    return fitting[0]
 
 
 def _check_combinable(adapter: Adapter) -> None:
