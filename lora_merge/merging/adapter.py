@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from lora_merge.merging.adapter_settings import LoraSettings, read_settings
-from lora_merge.merging.dtypes import FLOATING, widen
+from lora_merge.merging.dtypes import FLOATING, INTEGERS, widen
 from lora_merge.merging.errors import MergeError
 from lora_merge.merging.folders import ModelFolder, read_json
 from lora_merge.merging.pickle_reader import read_pickled_tensors
@@ -25,8 +25,8 @@ WEIGHTS_FILE = "adapter_model.safetensors"
 PICKLE_FILE = "adapter_model.bin"
 
 _PREFIX = "base_model.model."
-# Wrappers that training frameworks leave in names; no module of a model is called like this.
-_WRAPPERS = re.compile(r"(?<=\.)(_orig_mod|_fsdp_wrapped_module|_checkpoint_wrapped_module)\.")
+# Wrappers that training frameworks leave in names, around the whole or inside; no module of a model is called like this.
+_WRAPPERS = re.compile(r"(?<![^.])(_orig_mod|_fsdp_wrapped_module|_checkpoint_wrapped_module)\.")
 # Older files keep the adapter's name, which is "default" unless somebody chose another.
 _ADAPTER_NAME = r"(\.default)?"
 _PARTS = {
@@ -38,6 +38,8 @@ _PARTS = {
     "magnitude": re.compile(rf"(?P<module>.+)\.lora_magnitude_vector{_ADAPTER_NAME}(\.weight)?"),
     "token_rows": re.compile(rf"(?P<module>.+)\.token_adapter\.trainable_tokens_delta{_ADAPTER_NAME}"),
 }
+# The layer under trained token rows, stored when it was resized.
+_UNDER_TOKENS = re.compile(r"\.token_adapter(?=\.base_layer\.weight$)")
 _REPLACED = re.compile(r"(?P<module>.+?)(\.(?P<how>base_layer|original_module))?\.(?P<parameter>[^.]+)")
 _SAVED_MODULE = re.compile(r"\.modules_to_save(\.default)?(?=\.)")
 
@@ -153,13 +155,18 @@ def read_adapter(folder: ModelFolder, *, base_is_residual: bool = False) -> Adap
     weights, tensors = _read_tensors(folder.path)
     if not tensors:
         raise MergeError(f"{weights}: holds no tensors; was the adapter saved before training, or sharded by a distributed run?")
-    for tensor in tensors:
-        _check_values(tensor)
     found = _sort(tensors, settings, weights)
     pairs = tuple(_pair(module, parts, settings) for module, parts in sorted(found.parts.items()) if "token_rows" not in parts)
     rows = tuple(_token_rows(module, parts, settings) for module, parts in sorted(found.parts.items()) if "token_rows" in parts)
     _check_complete(settings, found, rows)
     return Adapter(folder, weights.name, settings, pairs, tuple(found.replacements), rows)
+
+
+def is_saved_module(module: str, names: tuple[str, ...]) -> bool:
+    """Whether ``module`` or a module around it is one of ``names``, as PEFT matches ``modules_to_save``: ``norm`` is
+    ``layernorm`` too."""
+    paths = [module[: match.start()] for match in re.finditer(r"\.", module)] + [module]
+    return any(path.endswith(name) for path in paths for name in names)
 
 
 def _read_tensors(folder: Path) -> tuple[Path, tuple[TensorInfo, ...]]:
@@ -185,14 +192,16 @@ def _check_values(tensor: TensorInfo) -> None:
 def _sort(tensors: tuple[TensorInfo, ...], settings: LoraSettings, weights: Path) -> _Sorted:
     found = _Sorted()
     for tensor in tensors:
-        if not tensor.name.startswith(_PREFIX):
+        name = _WRAPPERS.sub("", tensor.name)
+        if not name.startswith(_PREFIX):
             raise _meaningless(tensor, weights)
-        path = _WRAPPERS.sub("", tensor.name.removeprefix(_PREFIX))
+        path = name.removeprefix(_PREFIX)
         for part, pattern in _PARTS.items():
             if match := pattern.fullmatch(path):
                 parts = found.parts.setdefault(match["module"], {})
                 if part in parts:
                     raise MergeError(f"{weights}: {parts[part].name!r} and {tensor.name!r} are both the {part} of one module")
+                _check_values(tensor)
                 parts[part] = tensor
                 break
         else:
@@ -201,7 +210,7 @@ def _sort(tensors: tuple[TensorInfo, ...], settings: LoraSettings, weights: Path
 
 
 def _sort_replacement(path: str, tensor: TensorInfo, settings: LoraSettings, weights: Path, found: _Sorted) -> None:
-    path, saved = _SAVED_MODULE.subn("", path)
+    path, saved = _SAVED_MODULE.subn("", _UNDER_TOKENS.sub("", path))
     match = _REPLACED.fullmatch(path)
     if match is None or any(mark in path for mark in ("lora_", "token_adapter")):
         raise _meaningless(tensor, weights)
@@ -210,7 +219,10 @@ def _sort_replacement(path: str, tensor: TensorInfo, settings: LoraSettings, wei
         # The layer as it was before training, which older versions stored beside the trained one.
         found.frozen[f"{module}.{parameter}"] = tensor
         return
-    trained = bool(saved) or _named(module, settings.names("modules_to_save"))
+    trained = bool(saved) or is_saved_module(module, settings.names("modules_to_save"))
+    # A module that was saved whole can hold counters, such as the batches that a batch norm has seen.
+    if not (trained and tensor.dtype.name in INTEGERS):
+        _check_values(tensor)
     if not trained and parameter == "bias" and settings.config.get("bias", "none") != "none":
         trained = True
     if not trained and how != "base_layer" and parameter != "weight":
@@ -222,13 +234,6 @@ def _sort_replacement(path: str, tensor: TensorInfo, settings: LoraSettings, wei
                 return
             raise MergeError(f"{weights}: {other.tensor.name!r} and {tensor.name!r} replace the same tensor by different values")
     found.replacements.append(Replacement(module, parameter, tensor, trained))
-
-
-def _named(module: str, names: tuple[str, ...]) -> bool:
-    """Whether ``module`` or a module around it is one of ``names``, as PEFT matches ``modules_to_save``: ``norm`` is
-    ``layernorm`` too."""
-    paths = [module[: match.start()] for match in re.finditer(r"\.", module)] + [module]
-    return any(path.endswith(name) for path in paths for name in names)
 
 
 def _meaningless(tensor: TensorInfo, weights: Path) -> MergeError:
@@ -292,13 +297,7 @@ def _token_rows(module: str, parts: Mapping[str, TensorInfo], settings: LoraSett
 
 
 def _check_complete(settings: LoraSettings, found: _Sorted, rows: tuple[TokenRows, ...]) -> None:
-    """Raise where the configuration names something that the file holds no tensor of."""
-    replaced = {replacement.module for replacement in found.replacements}
-    for name in settings.names("modules_to_save"):
-        if not any(_named(module, (name,)) for module in replaced):
-            raise MergeError(
-                f"{settings.where}: modules_to_save names {name!r}, but the adapter holds no tensor of it; it is incomplete"
-            )
+    """Raise where a piece lacks another, or rows have no tensor. What of the base is missing, ``completeness`` looks for."""
     for name, tensor in found.frozen.items():
         if name not in {f"{replacement.module}.{replacement.parameter}" for replacement in found.replacements}:
             raise MergeError(

@@ -49,6 +49,9 @@ BY_TORCH_NAME = {dtype.torch_name: dtype for dtype in _ALL}
 FLOATING = ("F32", "F16", "BF16")
 """The types a weight can be merged in: what bitsandbytes quantizes and engines serve."""
 
+INTEGERS = ("I64", "I32", "I16", "I8", "U64", "U32", "U16", "U8", "BOOL")
+"""The types of counters and masks, which are copied or replaced and never computed with."""
+
 
 def widen(values: NDArray[Any], dtype: DType, out: NDArray[np.float32] | None = None) -> NDArray[np.float32]:
     """The exact float32 values of a float32, float16 or bfloat16 array; ``out`` (same shape, contiguous) is reused if given."""

@@ -56,6 +56,15 @@ def layers_in(name: str, shape: tuple[int, ...]) -> int:
     return shape[0] * len(_FUSED[parameter][0]) if parameter in _FUSED and len(shape) == 3 else 0
 
 
+def layer_names(name: str, shape: tuple[int, ...]) -> tuple[str, ...]:
+    """The weights of single experts' layers, under both families' names, that the base's fused tensor ``name`` holds; else ()."""
+    stack, _, parameter = name.rpartition(".")
+    if not stack.endswith(".experts") or parameter not in _FUSED or not shape:
+        return ()
+    projections = [projection for family in _FUSED[parameter] for projection in family]
+    return tuple(f"{stack}.{expert}.{projection}.weight" for expert in range(shape[0]) for projection in projections)
+
+
 def fused_tensor(module: str, tensors: Mapping[str, TensorInfo], names: NameMap) -> FusedTensor | None:
     """The fused tensor that holds the layer ``module`` (``...experts.3.w1``), or None."""
     match = _EXPERT_LAYER.fullmatch(module)

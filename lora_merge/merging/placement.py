@@ -21,6 +21,12 @@ from lora_merge.merging.tying import Tie, is_vocabulary
 from lora_merge.merging.updates import AddVector, ReplaceRows, RescaleColumns, RescaleRows
 
 _ATTENTION_OUTPUT = re.compile(r"(?P<attention>.+)\.base_layer\.out_proj")
+# By the adapter's task type, the class that a base without a head was loaded with, which gave it one.
+_CLASSIFIERS = {
+    "SEQ_CLS": "AutoModelForSequenceClassification",
+    "TOKEN_CLS": "AutoModelForTokenClassification",
+    "QUESTION_ANS": "AutoModelForQuestionAnswering",
+}
 
 
 @dataclass
@@ -100,7 +106,7 @@ class Placement:
             module, scaling = f"{match['attention']}.out_proj", 2 * scaling
         elif self._names.find(f"{module}.weight") is None and self._names.find(f"{module}.in_proj_weight") is not None:
             parameter = "in_proj_weight"
-        name = self._find(f"{module}.{parameter}", pair.a, adapter)
+        name = self._find(f"{module}.{parameter}", pair.a)
         shape = self.shape(name)
         update = self._update(pair, module, scaling, shape)
         if not update.filters and update.update_shape != shape:
@@ -154,7 +160,7 @@ class Placement:
         self._add(name, AddVector(bias, scaling))
 
     def _place_replacement(self, piece: Replacement, adapter: Adapter) -> None:
-        name = self._find(f"{piece.module}.{piece.parameter}", piece.tensor, adapter)
+        name = self._find(f"{piece.module}.{piece.parameter}", piece.tensor, _head_of_training(adapter) if piece.trained else "")
         expected = self.shape(name)
         # Only a vocabulary can have been resized.
         resized = is_vocabulary(name) and piece.tensor.shape[1:] == expected[1:]
@@ -166,11 +172,16 @@ class Placement:
         change = self.changes.setdefault(name, Change())
         if change.replacement is not None or change.operations:
             raise MergeError(f"{piece.tensor.path}: {piece.tensor.name!r} replaces {name}, which another tensor changes already")
-        self._check_float(name, piece.tensor)
+        if piece.tensor.dtype.name in FLOATING:
+            self._check_float(name, piece.tensor)
+        elif name not in self._tensors or self._tensors[name].dtype != piece.tensor.dtype:
+            raise MergeError(
+                f"{piece.tensor.path}: {piece.tensor.name!r} is of type {piece.tensor.dtype.name}, the base's {name} is not"
+            )
         change.replacement = piece
 
     def _place_rows(self, piece: TokenRows, adapter: Adapter) -> None:
-        name = self._find(f"{piece.module}.weight", piece.values, adapter)
+        name = self._find(f"{piece.module}.weight", piece.values)
         shape = self.shape(name)
         if len(shape) != 2 or piece.values.shape[1] != shape[1] or max(piece.indices) >= shape[0]:
             raise MergeError(
@@ -187,12 +198,12 @@ class Placement:
     def _add(self, name: str, operation: Operation) -> None:
         self.changes.setdefault(name, Change()).operations.append(operation)
 
-    def _find(self, wanted: str, tensor: TensorInfo, adapter: Adapter) -> str:
+    def _find(self, wanted: str, tensor: TensorInfo, hint: str = "") -> str:
         name = self._names.find(wanted)
         if name is None:
             raise MergeError(
                 f"{tensor.path}: module {wanted.rpartition('.')[0]!r} has no tensor {wanted} in base {self.base.folder.source}, "
-                f"which {tensor.name!r} needs; {self._names.nearest(wanted)}"
+                f"which {tensor.name!r} needs; {hint or self._names.nearest(wanted)}"
             )
         return name
 
@@ -216,6 +227,17 @@ def _rank(pair: LowRankPair, path: str, adapter: Adapter, *, experts: bool) -> i
             f"and {found[1]}, the configuration says {' or '.join(map(str, ranks))}"
         )
     return fitting[0]
+
+
+def _head_of_training(adapter: Adapter) -> str:
+    """What to do about a classifier's head that the base does not have; empty for an adapter of a language model."""
+    chosen = _CLASSIFIERS.get(str(adapter.config.get("task_type")))
+    if chosen is None:
+        return ""
+    return (
+        f"a head that training put on a base without one: load the base with {chosen} (num_labels as in training), save it with "
+        "save_pretrained and merge into that"
+    )
 
 
 def _check_combinable(adapter: Adapter) -> None:

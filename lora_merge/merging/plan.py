@@ -14,7 +14,7 @@ from typing import Any
 from lora_merge.merging.adapter import Adapter
 from lora_merge.merging.architecture import Architecture
 from lora_merge.merging.checkpoint import Checkpoint
-from lora_merge.merging.completeness import check_no_module_missing
+from lora_merge.merging.completeness import check_complete
 from lora_merge.merging.dtypes import BY_TORCH_NAME, FLOATING, DType
 from lora_merge.merging.errors import MergeError
 from lora_merge.merging.experts import is_expert_layer
@@ -214,7 +214,7 @@ def make_plan(
     placement = Placement(base, stored, architecture, tie, packing)
     for adapter, weight in zip(adapters, weights, strict=True):
         placement.place(adapter, weight, alone=len(adapters) == 1)
-        check_no_module_missing(adapter, base.tensors)
+        check_complete(adapter, base.tensors, architecture)
     changes = placement.changes
     untied = settle_tie(tie, changes, Change) if tie is not None else False
     vocabulary = _check_vocabulary(base, placement)

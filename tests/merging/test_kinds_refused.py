@@ -151,7 +151,8 @@ def test_patterns_that_match_nothing(kind, pattern, made, tmp_path):
 @pytest.mark.parametrize(
     ("kind", "changes", "named"),
     [
-        ("saved", {"modules_to_save": ["lm_head", "score"]}, "score"),
+        ("saved", {"modules_to_save": ["lm_head", "model.norm"]}, "model.norm"),
+        ("saved", {"modules_to_save": ["score"]}, "score"),
         ("tokens", {"trainable_token_indices": [1]}, "trainable_tokens_delta"),
         ("tokens", {"trainable_token_indices": [1, 1]}, "trainable_token_indices"),
         ("tokens", {"trainable_token_indices": [1, 5000]}, "5000"),
