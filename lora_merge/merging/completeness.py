@@ -18,6 +18,7 @@ from lora_merge.merging.architecture import Architecture
 from lora_merge.merging.errors import MergeError
 from lora_merge.merging.experts import is_expert_layer, layer_names, targeted_parameters
 from lora_merge.merging.names import neutral
+from lora_merge.merging.renames import ClassNames
 from lora_merge.merging.safetensors_file import TensorInfo
 
 _NUMBER = re.compile(r"(?<=\.)\d+(?=\.)")
@@ -32,7 +33,9 @@ def check_complete(adapter: Adapter, tensors: Mapping[str, TensorInfo], architec
     saved = adapter.settings.names("modules_to_save")
     _check_saved_modules(adapter, saved, architecture)
     replaced = {f"{piece.module}.{piece.parameter}" for piece in adapter.replacements if is_saved_module(piece.module, saved)}
-    lost = _missing_siblings(replaced, tensors, lambda name: is_saved_module(name.rpartition(".")[0], saved))
+    lost = _missing_siblings(
+        replaced, _with_class_names(replaced, tensors, architecture), lambda name: is_saved_module(name.rpartition(".")[0], saved)
+    )
     _check_unused(lost, "modules_to_save", adapter, architecture)
 
     targets, excluded = adapter.config.get("target_modules"), adapter.config.get("exclude_modules")
@@ -40,7 +43,8 @@ def check_complete(adapter: Adapter, tensors: Mapping[str, TensorInfo], architec
     if targets and not chosen and isinstance(targets, str | list):
         updated = {f"{pair.module}.weight" for pair in adapter.pairs}
         layers = [layer for name, tensor in tensors.items() for layer in layer_names(name, tensor.shape)]
-        lost = _missing_siblings(updated, [*tensors, *layers], lambda name: _targeted(targets, name.rpartition(".")[0], excluded))
+        names = _with_class_names(updated, [*tensors, *layers], architecture)
+        lost = _missing_siblings(updated, names, lambda name: _targeted(targets, name.rpartition(".")[0], excluded))
         _check_unused(lost, "target_modules", adapter, architecture)
 
     if parameters := targeted_parameters(adapter, architecture):
@@ -69,6 +73,13 @@ def _has_module(architecture: Architecture, ending: str) -> bool:
     """Whether the class has a module with tensors whose path ends so, which is how PEFT looks for it."""
     modules = architecture.model.named_modules(remove_duplicate=False)
     return any(path.endswith(ending) and module.state_dict() for path, module in modules)
+
+
+def _with_class_names(held: Iterable[str], names: Iterable[str], architecture: Architecture) -> list[str]:
+    """The base's ``names``, and the class's own for them where they alone do not explain all that is ``held``."""
+    names = list(names)
+    plain = {neutral(name) for name in names}
+    return names if all(neutral(name) in plain for name in held) else [*names, *ClassNames(architecture).of_all(names)]
 
 
 def _missing_siblings(held: Iterable[str], names: Iterable[str], wanted: Callable[[str], bool]) -> Iterator[tuple[str, str]]:

@@ -12,6 +12,7 @@ from lora_merge.merging.errors import MergeError
 from lora_merge.merging.experts import fused_tensor, layers_in
 from lora_merge.merging.names import NameMap
 from lora_merge.merging.quantization import QuantRecipe
+from lora_merge.merging.renames import ClassNames
 
 RULE = "default"
 """The word for transformers' rule in a list of quantized modules."""
@@ -43,7 +44,7 @@ def quantized_tensors(
         MergeError: the architecture cannot be built, a quantized module has no tensor in the base, or nothing tells whether
             experts were quantized.
     """
-    names = NameMap.of(base.tensors)
+    names = NameMap.of(base.tensors, ClassNames(architecture))
     wanted = recipe.quantized_modules
     modules: list[str] = []
     found: dict[str, QuantizedTensor] = {}

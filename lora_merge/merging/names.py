@@ -3,15 +3,20 @@
 transformers has renamed the parts of vision-language models (``language_model.model.`` became ``model.language_model.``),
 saves some checkpoints without the prefix of the headless model, and trains text-only classes on full checkpoints. A merge
 keeps the base's own names; the adapter's are brought to one neutral form, and so are the base's. An exact match comes first,
-and a neutral form that two tensors share is no match.
+and a neutral form that two tensors share is no match. What that does not explain, the class may (:mod:`.renames`).
 """
 
 from __future__ import annotations
 
 import difflib
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from functools import cached_property
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from lora_merge.merging.renames import ClassNames
 
 # What can stand in front of the decoder's own names ("layers.0...", "embed_tokens"), longest first.
 _DECODER_PREFIXES = (
@@ -44,21 +49,35 @@ def neutral(name: str) -> str:
 
 @dataclass(frozen=True)
 class NameMap:
-    """The names of a base's tensors, to be found by other names of theirs."""
+    """The names of a base's tensors, to be found by other names of theirs.
+
+    Attributes:
+        classes: what the base's class calls them, asked for names that explain themselves in no other way.
+    """
 
     names: frozenset[str]
-    by_neutral: dict[str, tuple[str, ...]]
+    by_neutral: Mapping[str, tuple[str, ...]]
+    classes: ClassNames | None = None
 
     @classmethod
-    def of(cls, names: Iterable[str]) -> NameMap:
+    def of(cls, names: Iterable[str], classes: ClassNames | None = None) -> NameMap:
         by_neutral: dict[str, tuple[str, ...]] = {}
         for name in names:
             key = neutral(name)
             by_neutral[key] = (*by_neutral.get(key, ()), name)
-        return cls(frozenset(name for group in by_neutral.values() for name in group), by_neutral)
+        return cls(frozenset(name for group in by_neutral.values() for name in group), by_neutral, classes)
 
     def find(self, name: str) -> str | None:
         """The base's name of the tensor called ``name`` elsewhere; None where there is none, or more than one."""
+        found = self.find_alone(name)
+        if found is not None or self.classes is None:
+            return found
+        known = self.classes.of(name)
+        meant = self._by_class.get(known, ()) if known is not None else ()
+        return meant[0] if len(meant) == 1 else None
+
+    def find_alone(self, name: str) -> str | None:
+        """The same from names alone, without asking the class."""
         if name in self.names:
             return name
         found = self.by_neutral.get(neutral(name), ())
@@ -71,3 +90,7 @@ class NameMap:
             return f"it could be {shared[0]} or {shared[1]}"
         near = difflib.get_close_matches(name, sorted(self.names), n=1)
         return f"the nearest name is {near[0]}" if near else "no name of the base resembles it"
+
+    @cached_property
+    def _by_class(self) -> Mapping[str, tuple[str, ...]]:
+        return self.classes.of_all(self.names) if self.classes is not None else {}

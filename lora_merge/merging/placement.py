@@ -15,6 +15,7 @@ from lora_merge.merging.experts import fused_tensor, place_expert_layers, place_
 from lora_merge.merging.factors import Whole
 from lora_merge.merging.names import NameMap
 from lora_merge.merging.operations import AddLowRank, Operation, result_shape
+from lora_merge.merging.renames import ClassNames
 from lora_merge.merging.safetensors_file import TensorInfo
 from lora_merge.merging.stored_state import StoredState
 from lora_merge.merging.tying import Tie, is_vocabulary
@@ -49,7 +50,7 @@ class Placement:
         self.changes: dict[str, Change] = {}
         self._tensors = {name: tensor for name, tensor in base.tensors.items() if name not in stored.parts}
         self._stored = stored
-        self._names = NameMap.of([*self._tensors, *([tie.head] if tie and not tie.head_stored else [])])
+        self._names = NameMap.of([*self._tensors, *([tie.head] if tie and not tie.head_stored else [])], ClassNames(architecture))
         self._architecture = architecture
         self._tie = tie
         self._packing = packing
@@ -76,7 +77,7 @@ class Placement:
                 for name, operation in placed.items():
                     self._check_float(name, pair.a)
                     self._add(name, operation)
-            elif self._names.find(f"{module}.weight") is None and fused_tensor(module, self._tensors, self._names):
+            elif self._names.find_alone(f"{module}.weight") is None and fused_tensor(module, self._tensors, self._names):
                 expert_layers.append((pair, scaling))
             else:
                 self._place_pair(pair, scaling, adapter)
