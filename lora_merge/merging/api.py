@@ -23,7 +23,7 @@ from lora_merge.merging.factors import PACKINGS, PEFT_PACKING
 from lora_merge.merging.folders import resolve_folder
 from lora_merge.merging.manifest import Artifact, MergeManifest, environment
 from lora_merge.merging.plan import MergePlan, make_plan
-from lora_merge.merging.recipes import find_recipe
+from lora_merge.merging.recipes import shared_recipe
 from lora_merge.merging.side_files import MANIFEST_FILE, SideFile
 from lora_merge.merging.staging import check_free, staged_folder
 from lora_merge.merging.writer import check_disk, write_plan, write_side_file
@@ -107,7 +107,7 @@ def plan_merge(base: str | os.PathLike[str], adapter: Adapters, options: MergeOp
         raise MergeError(f"{given[0]} was given, but the merge goes into the original weights; set from_4bit=True")
     recipe = None
     if options.from_4bit:
-        recipe = find_recipe(options.recipe, options.quant_config, checkpoint.config, loaded[0].folder.path, loaded[0].named_base)
+        recipe = shared_recipe(options.recipe, options.quant_config, checkpoint.config, loaded)
     return make_plan(
         checkpoint,
         loaded,
@@ -151,7 +151,7 @@ def merge(
     """
     options = options or MergeOptions()
     plan = plan_merge(base, adapter, options)
-    for caution in cautions(plan, options.recipe):
+    for caution in cautions(plan, options):
         warnings.warn(caution, stacklevel=2)
     return execute(plan, out, options, progress)
 

@@ -2,31 +2,91 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
+from lora_merge.merging.adapter import Adapter
 from lora_merge.merging.plan import ORIGINAL_WEIGHTS, MergePlan
 from lora_merge.merging.recipes import known_recipe, read_recipe
+from lora_merge.merging.trainers import eight_bit_training, named_in_4bit
+
+if TYPE_CHECKING:
+    from lora_merge.merging.api import MergeOptions
 
 _SETTINGS = ("quant_type", "double_quant", "block_size", "quant_dtype")
+_ABBREVIATED_COMMIT = re.compile(r"[0-9a-f]{7,40}")
 
 
-def cautions(plan: MergePlan, given: Mapping[str, Any]) -> Iterator[str]:
-    """One line for each thing about the recipe that may not be meant. ``given``: recipe settings given explicitly, by name."""
+def cautions(plan: MergePlan, options: MergeOptions) -> Iterator[str]:
+    """One line for each thing that may not be meant: about the recipe and the base."""
     for adapter in plan.adapters if plan.method == ORIGINAL_WEIGHTS else ():
-        known = known_recipe(adapter.folder.path, adapter.named_base)
-        if known is not None:
-            yield (
-                f"{adapter.folder.source} was trained on a 4-bit base ({known.describe()}; {known.source}) and is merged into "
-                "the original weights, with which it decides differently; add --from-4bit"
-            )
-    recorded = read_recipe(plan.adapter.folder.path) if given else None
-    for name in _SETTINGS:
-        value = given.get(name)
-        if recorded is not None and value is not None and name in recorded.origins and getattr(recorded, name) != value:
-            yield f"{name} is given as {value}, but the record beside the adapter says {getattr(recorded, name)}"
-    if plan.recipe is not None and plan.recipe.assumed:
+        yield from _quantized_training(adapter)
+    yield from _recipe(plan, options.recipe)
+    for adapter in plan.adapters:
+        yield from _revision(adapter, plan, options.revision)
+
+
+def _quantized_training(adapter: Adapter) -> Iterator[str]:
+    """The adapter goes into the original weights, although it was trained on others."""
+    source, named = adapter.folder.source, adapter.named_base
+    known = known_recipe(adapter.folder.path, named)
+    eight_bit = eight_bit_training(adapter.folder.path)
+    if known is not None:
+        yield (
+            f"{source} was trained on a 4-bit base ({known.describe()}; {known.source}) and is merged into "
+            "the original weights, with which it decides differently; add --from-4bit"
+        )
+    elif named_in_4bit(named):
+        yield (
+            f"{source} was trained on {named}, a 4-bit base by its name, and is merged into the original weights, with which it "
+            "decides differently; give that base as --base, with --from-4bit"
+        )
+    elif eight_bit is not None:
+        yield (
+            f"{source} was trained on a base in 8 bit ({eight_bit}) and is merged into the original weights, with which it "
+            "decides differently; give the base as bitsandbytes stored it in 8 bit, with --from-4bit"
+        )
+
+
+def _recipe(plan: MergePlan, given: Mapping[str, Any]) -> Iterator[str]:
+    """``given``: recipe settings given explicitly, by name."""
+    for adapter in plan.adapters if given else ():
+        recorded = read_recipe(adapter.folder.path)
+        beside = "the adapter" if len(plan.adapters) == 1 else adapter.folder.source
+        for name in _SETTINGS:
+            value = given.get(name)
+            if recorded is not None and value is not None and name in recorded.origins and getattr(recorded, name) != value:
+                yield f"{name} is given as {value}, but the record beside {beside} says {getattr(recorded, name)}"
+    if plan.recipe is None:
+        return
+    if plan.recipe.assumed:
         yield (
             f"the quantization recipe is assumed ({plan.recipe.describe()}): nothing beside the adapter says how it was trained; "
             "give --quant-config or the quantization flags to settle it"
+        )
+        return
+    told = [(adapter, known_recipe(adapter.folder.path, adapter.named_base)) for adapter in plan.adapters]
+    used = set(plan.recipe.origins.values())
+    if any(known is not None and used & set(known.origins.values()) for _, known in told):
+        for adapter, known in told:
+            if known is None:
+                yield (
+                    f"nothing beside {adapter.folder.source} says how it was trained; the recipe beside another adapter "
+                    f"({plan.recipe.describe()}) is taken for it too"
+                )
+
+
+def _revision(adapter: Adapter, plan: MergePlan, given: str | None) -> Iterator[str]:
+    """The base at another revision than the one that the adapter names.
+
+    PEFT writes one only where training asked for it. A folder on disk has no revision to compare with, and ``main`` moves.
+    """
+    base, named = plan.base.folder, adapter.config.get("revision")
+    if base.commit is None or base.source != adapter.named_base or not isinstance(named, str) or named in ("", "main", given):
+        return
+    if not (_ABBREVIATED_COMMIT.fullmatch(named) and base.commit.startswith(named)):
+        yield (
+            f"{adapter.folder.source} was trained on revision {named} of {base.source}, and what is merged is {given or 'main'} "
+            f"({base.commit[:12]}); add --revision {named}, unless that is the same"
         )

@@ -105,7 +105,7 @@ def main(base: str, adapters: tuple[str, ...], out: str, dry_run: bool, output_f
     options = _options(settings)
     _check_usage(options, len(adapters))
     plan = api.plan_merge(base, adapters, options)
-    for caution in cautions(plan, options.recipe):
+    for caution in cautions(plan, options):
         warn(caution)
     if dry_run:
         _print_plan(plan, options, list(api.obstacles(plan, out, options)), output_format)

@@ -7,14 +7,18 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from lora_merge.merging.errors import MergeError
 from lora_merge.merging.folders import read_json
 from lora_merge.merging.quantization import ASSUMED, GIVEN, RECIPE_FIELDS, QuantRecipe
-from lora_merge.merging.trainers import leftover_recipe
+from lora_merge.merging.trainers import eight_bit_training, leftover_recipe
+
+if TYPE_CHECKING:
+    from lora_merge.merging.adapter import Adapter
 
 RECIPE_FILE = "quantization_recipe.json"
 _FORMAT = "lora-merge/quantization-recipe"
@@ -46,7 +50,9 @@ def find_recipe(
     # Leftovers are hints; where something was meant as a record, they are not asked. A base's name tells nothing more than its
     # modules, once those are given.
     named_base = None if "quantized_modules" in given else named_base
-    hints = leftover_recipe(adapter_folder, named_base) if all(source is None for source in sources) else None
+    # A base that is stored quantized tells of itself, and leftovers of 8 bit would only contradict a question about 4.
+    asked = all(source is None for source in sources) and not base_config.get("quantization_config")
+    hints = leftover_recipe(adapter_folder, named_base) if asked else None
     for found in (*sources, hints):
         if found is not None:
             for name, origin in found.origins.items():
@@ -55,6 +61,54 @@ def find_recipe(
     for name in RECIPE_FIELDS:
         origins.setdefault(name, ASSUMED)
     return QuantRecipe(**settings, origins=origins)
+
+
+def shared_recipe(
+    given: Mapping[str, Any],
+    quant_config: str | os.PathLike[str] | None,
+    base_config: Mapping[str, Any],
+    adapters: Sequence[Adapter],
+) -> QuantRecipe:
+    """The recipe that adapters to be added up were all trained with; a setting that only one of them tells is taken from it.
+
+    Raises:
+        MergeError: two of them tell different settings, so that no one base fits both; or one was trained in 8 bit.
+    """
+    if quant_config is None and "quant_type" not in given and not base_config.get("quantization_config"):
+        for adapter in adapters:
+            _refuse_8bit(adapter)
+    found = [
+        (adapter, find_recipe(given, quant_config, base_config, adapter.folder.path, adapter.named_base)) for adapter in adapters
+    ]
+    settled: dict[str, tuple[Adapter, QuantRecipe]] = {}
+    for adapter, recipe in found:
+        for name in (name for name in RECIPE_FIELDS if recipe.origins[name] != ASSUMED):
+            first, known = settled.setdefault(name, (adapter, recipe))
+            if getattr(known, name) != getattr(recipe, name):
+                raise MergeError(
+                    f"{first.folder.source} and {adapter.folder.source} were trained on bases quantized differently: {name} is "
+                    f"{_short(getattr(known, name))} by {known.origins[name]} of the first, {_short(getattr(recipe, name))} by "
+                    f"{recipe.origins[name]} of the other; merge them apart, or settle {name} as a flag or with --quant-config"
+                )
+    return replace(
+        found[0][1],
+        **{name: getattr(recipe, name) for name, (_, recipe) in settled.items()},
+        origins={name: settled[name][1].origins[name] if name in settled else ASSUMED for name in RECIPE_FIELDS},
+    )
+
+
+def _refuse_8bit(adapter: Adapter) -> None:
+    said = eight_bit_training(adapter.folder.path)
+    if said is not None and read_recipe(adapter.folder.path) is None:
+        raise MergeError(
+            f"{adapter.folder.source}: was trained on a base in 8 bit ({said}), which is not the 4-bit base that --from-4bit "
+            "merges through; give the base as bitsandbytes stored it in 8 bit, or the right recipe with --quant-config"
+        )
+
+
+def _short(value: Any) -> str:
+    """A setting in a message; lists of modules are long."""
+    return f"{len(value)} modules" if isinstance(value, tuple) else str(value)
 
 
 def known_recipe(adapter_folder: Path, named_base: str | None = None) -> QuantRecipe | None:

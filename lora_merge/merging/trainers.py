@@ -19,6 +19,8 @@ _README = "README.md"
 _MAX_BYTES = 1_000_000
 _PEFT_BLOCK = re.compile(r"The following `bitsandbytes` quantization config was used during training:\n((?:- .*\n?)+)")
 _YAML_BLOCK = re.compile(r"```ya?ml\n(.*?)```", re.DOTALL)
+_FOUR_BIT = re.compile(r"(?<![a-z0-9])(4[-_]?bit|int4|nf4|fp4|w4a16)(?![a-z0-9])", re.IGNORECASE)
+_BNB = ("bnb", "bitsandbytes")
 _DTYPES = {
     "bfloat16": "bfloat16",
     "bf16": "bfloat16",
@@ -46,15 +48,44 @@ def leftover_recipe(adapter_folder: Path, named_base: str | None) -> QuantRecipe
     return found[0] if found else None
 
 
+def eight_bit_training(adapter_folder: Path) -> str | None:
+    """Which leftover says that the base was in 8 bit (bitsandbytes' LLM.int8) in training; None where none does."""
+    card = _text(adapter_folder / _README)
+    if match := _PEFT_BLOCK.search(card):
+        values = _values_of_peft_block(match[1])
+        if values.get("load_in_8bit", values.get("_load_in_8bit")) == "True":
+            return f"{_README} (PEFT)"
+    for text, file in _yaml_texts(adapter_folder, card):
+        config = _mapping(text)
+        if config.get("quantization_bit") == 8 and config.get("quantization_method", "bnb") in _BNB:
+            return f"{file} (LLaMA-Factory)"
+        if config.get("load_in_8bit") is True and config.get("load_in_4bit") is not True:
+            trainer = "axolotl" if "base_model" in config else "TRL" if "model_name_or_path" in config else None
+            if trainer is not None:
+                return f"{file} ({trainer})"
+    return None
+
+
+def named_in_4bit(named_base: str | None) -> bool:
+    """Whether the name of a base says that it is in 4 bit, by whatever method: ``...-bnb-4bit``, ``...-NF4``, ``...-Int4``."""
+    return _FOUR_BIT.search((named_base or "").rstrip("/").rpartition("/")[2]) is not None
+
+
 def _all(folder: Path, named_base: str | None) -> Iterator[QuantRecipe | None]:
     card = _text(folder / _README)
     if match := _PEFT_BLOCK.search(card):
         yield _of_peft_block(match[1])
-    for block in _YAML_BLOCK.findall(card):
-        yield _of_yaml(block, _README)
-    for path in sorted([*folder.glob("*.yaml"), *folder.glob("*.yml")]):
-        yield _of_yaml(_text(path), path.name)
+    for text, file in _yaml_texts(folder, card):
+        yield _of_yaml(text, file)
     yield _of_base_name(named_base)
+
+
+def _yaml_texts(folder: Path, card: str) -> Iterator[tuple[str, str]]:
+    """Every piece of YAML in the model card and beside it, and the file it is in."""
+    for block in _YAML_BLOCK.findall(card):
+        yield block, _README
+    for path in sorted([*folder.glob("*.yaml"), *folder.glob("*.yml")]):
+        yield _text(path), path.name
 
 
 def _text(path: Path) -> str:
@@ -66,9 +97,13 @@ def _text(path: Path) -> str:
     return ""
 
 
-def _of_peft_block(block: str) -> QuantRecipe | None:
+def _values_of_peft_block(block: str) -> dict[str, str]:
     """PEFT writes every setting of the live BitsAndBytesConfig as ``- name: value``."""
-    values = {name.strip(): value.strip() for name, _, value in (line[2:].partition(":") for line in block.splitlines())}
+    return {name.strip(): value.strip() for name, _, value in (line[2:].partition(":") for line in block.splitlines())}
+
+
+def _of_peft_block(block: str) -> QuantRecipe | None:
+    values = _values_of_peft_block(block)
     if values.get("load_in_4bit", values.get("_load_in_4bit")) != "True":
         return None
     skip = values.get("llm_int8_skip_modules", "None")
@@ -81,15 +116,19 @@ def _of_peft_block(block: str) -> QuantRecipe | None:
     return _recipe(settings, f"{_README} (PEFT)")
 
 
-def _of_yaml(text: str, file: str) -> QuantRecipe | None:
+def _mapping(text: str) -> dict[str, Any]:
+    """The mapping that a piece of YAML is; empty where it is none."""
     import yaml  # type: ignore[import-untyped]
 
     try:
         config = yaml.safe_load(text)
     except yaml.YAMLError:
-        return None
-    if not isinstance(config, dict):
-        return None
+        return {}
+    return config if isinstance(config, dict) else {}
+
+
+def _of_yaml(text: str, file: str) -> QuantRecipe | None:
+    config = _mapping(text)
     if "quantization_bit" in config:
         return _of_llama_factory(config, file)
     if config.get("load_in_4bit") is True:
@@ -120,7 +159,7 @@ def _of_axolotl(config: Mapping[str, Any], file: str) -> QuantRecipe:
 
 def _of_llama_factory(config: Mapping[str, Any], file: str) -> QuantRecipe | None:
     """LLaMA-Factory quantizes to ``quantization_bit`` with NF4 and double quantization by default (``hparams/model_args.py``)."""
-    if config["quantization_bit"] is None or config.get("quantization_method", "bnb") not in ("bnb", "bitsandbytes"):
+    if config["quantization_bit"] is None or config.get("quantization_method", "bnb") not in _BNB:
         return None
     if config["quantization_bit"] != 4:
         raise MergeError(f"{file}: quantization_bit is {config['quantization_bit']}; the adapter was not trained on a 4-bit base")
