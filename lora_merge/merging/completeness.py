@@ -18,7 +18,6 @@ from lora_merge.merging.architecture import Architecture
 from lora_merge.merging.errors import MergeError
 from lora_merge.merging.experts import is_expert_layer, layer_names, targeted_parameters
 from lora_merge.merging.names import neutral
-from lora_merge.merging.renames import ClassNames
 from lora_merge.merging.safetensors_file import TensorInfo
 
 _NUMBER = re.compile(r"(?<=\.)\d+(?=\.)")
@@ -76,10 +75,16 @@ def _has_module(architecture: Architecture, ending: str) -> bool:
 
 
 def _with_class_names(held: Iterable[str], names: Iterable[str], architecture: Architecture) -> list[str]:
-    """The base's ``names``, and the class's own for them where they alone do not explain all that is ``held``."""
+    """The base's ``names``, and those of its class where they alone do not explain all that is ``held``."""
     names = list(names)
     plain = {neutral(name) for name in names}
-    return names if all(neutral(name) in plain for name in held) else [*names, *ClassNames(architecture).of_all(names)]
+    if all(neutral(name) in plain for name in held):
+        return names
+    try:
+        return [*names, *architecture.model.state_dict()]
+    except MergeError:
+        # What a class that cannot be built calls its tensors nobody knows; what names explain is still looked at.
+        return names
 
 
 def _missing_siblings(held: Iterable[str], names: Iterable[str], wanted: Callable[[str], bool]) -> Iterator[tuple[str, str]]:

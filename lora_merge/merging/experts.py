@@ -8,11 +8,12 @@ Source: PEFT 0.21, ``ParamWrapper`` in ``tuners/lora/layer.py`` and ``utils/tran
 
 from __future__ import annotations
 
+import itertools
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
-from lora_merge.merging.adapter import Adapter, LowRankPair
+from lora_merge.merging.adapter import Adapter, LowRankPair, Replacement
 from lora_merge.merging.architecture import Architecture
 from lora_merge.merging.errors import MergeError
 from lora_merge.merging.factors import ExpertA, ExpertB, Whole
@@ -81,6 +82,37 @@ def fused_tensor(module: str, tensors: Mapping[str, TensorInfo], names: NameMap)
                     raise MergeError(f"{tensors[name].path}: {name!r} has shape {list(shape)}, which has no place for {module}")
                 return FusedTensor(name, shape[0], len(family), int(match["expert"]), family.index(match["projection"]))
     return None
+
+
+def by_expert(piece: Replacement, names: NameMap) -> tuple[Replacement, ...]:
+    """A trained tensor of fused experts as the layers of a base that stores each expert by itself; any other piece as it is.
+
+    The classes of such bases hold their experts as (experts, projections * rows, columns), of which each layer is one stretch.
+
+    Raises:
+        MergeError: the base has another number of experts.
+    """
+    fused, shape = f"{piece.module}.{piece.parameter}", piece.tensor.shape
+    if piece.parameter not in _FUSED or len(shape) != 3 or names.find_alone(fused) is not None:
+        return (piece,)
+    families = (family for family in _FUSED[piece.parameter] if names.find_alone(f"{piece.module}.0.{family[0]}.weight"))
+    family = next(families, None)
+    if family is None:
+        return (piece,)
+    experts = next(n for n in itertools.count() if names.find_alone(f"{piece.module}.{n}.{family[0]}.weight") is None)
+    if shape[0] != experts or shape[1] % len(family):
+        raise MergeError(
+            f"{piece.tensor.path}: {piece.tensor.name!r} has shape {list(shape)}, the base has {experts} experts with "
+            f"{len(family)} such layers each"
+        )
+    size = piece.tensor.nbytes // (experts * len(family))
+    layers = []
+    for place, (expert, projection) in enumerate(itertools.product(range(experts), family)):
+        name = f"{piece.tensor.name}[{expert}, {projection}]"
+        rows = (shape[1] // len(family), shape[2])
+        tensor = replace(piece.tensor, name=name, shape=rows, start=piece.tensor.start + place * size, nbytes=size)
+        layers.append(replace(piece, module=f"{piece.module}.{expert}.{projection}", parameter="weight", tensor=tensor))
+    return tuple(layers)
 
 
 def place_expert_layers(

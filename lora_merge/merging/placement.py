@@ -11,7 +11,7 @@ from lora_merge.merging.architecture import Architecture
 from lora_merge.merging.checkpoint import Checkpoint
 from lora_merge.merging.dtypes import FLOATING
 from lora_merge.merging.errors import MergeError
-from lora_merge.merging.experts import fused_tensor, place_expert_layers, place_parameter, targeted_parameters
+from lora_merge.merging.experts import by_expert, fused_tensor, place_expert_layers, place_parameter, targeted_parameters
 from lora_merge.merging.factors import Whole
 from lora_merge.merging.names import NameMap
 from lora_merge.merging.operations import AddLowRank, Operation, result_shape
@@ -60,7 +60,8 @@ class Placement:
         if not alone:
             _check_combinable(adapter)
         for replacement in adapter.replacements:
-            self._place_replacement(replacement, adapter)
+            for piece in by_expert(replacement, self._names):
+                self._place_replacement(piece, adapter)
         parameters = targeted_parameters(adapter, self._architecture)
         expert_layers: list[tuple[LowRankPair, float]] = []
         paths = []
