@@ -26,6 +26,7 @@ from lora_merge.merging.plan import MergePlan, make_plan
 from lora_merge.merging.recipes import shared_recipe
 from lora_merge.merging.side_files import MANIFEST_FILE, SideFile
 from lora_merge.merging.staging import check_free, staged_folder
+from lora_merge.merging.token_ids import check_token_ids
 from lora_merge.merging.writer import check_disk, write_plan, write_side_file
 
 
@@ -108,7 +109,7 @@ def plan_merge(base: str | os.PathLike[str], adapter: Adapters, options: MergeOp
     recipe = None
     if options.from_4bit:
         recipe = shared_recipe(options.recipe, options.quant_config, checkpoint.config, loaded)
-    return make_plan(
+    plan = make_plan(
         checkpoint,
         loaded,
         weights,
@@ -117,6 +118,8 @@ def plan_merge(base: str | os.PathLike[str], adapter: Adapters, options: MergeOp
         packing=options.packing,
         trust_remote_code=options.trust_remote_code,
     )
+    check_token_ids(plan)
+    return plan
 
 
 def _weights(given: tuple[float, ...] | None, count: int) -> tuple[float, ...]:

@@ -7,8 +7,11 @@ from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 from lora_merge.merging.adapter import Adapter
+from lora_merge.merging.module_folders import folders_left_behind
 from lora_merge.merging.plan import ORIGINAL_WEIGHTS, MergePlan
 from lora_merge.merging.recipes import known_recipe, read_recipe
+from lora_merge.merging.token_ids import tokens_without_row
+from lora_merge.merging.tokenizer_files import cautions_on_sets, notes_on_sets
 from lora_merge.merging.trainers import eight_bit_training, named_in_4bit
 
 if TYPE_CHECKING:
@@ -19,12 +22,24 @@ _ABBREVIATED_COMMIT = re.compile(r"[0-9a-f]{7,40}")
 
 
 def cautions(plan: MergePlan, options: MergeOptions) -> Iterator[str]:
-    """One line for each thing that may not be meant: about the recipe and the base."""
+    """One line for each thing that may not be meant: about the recipe, the base, the tokenizer."""
     for adapter in plan.adapters if plan.method == ORIGINAL_WEIGHTS else ():
         yield from _quantized_training(adapter)
     yield from _recipe(plan, options.recipe)
     for adapter in plan.adapters:
         yield from _revision(adapter, plan, options.revision)
+    yield from cautions_on_sets(plan.base.folder, [adapter.folder for adapter in plan.adapters])
+    found = tokens_without_row(plan)
+    if found is not None:
+        yield found.message
+
+
+def notes(plan: MergePlan) -> Iterator[str]:
+    """One line for each thing about the files beside the weights that is worth a look and right as it is."""
+    yield from notes_on_sets(plan.base.folder, [adapter.folder for adapter in plan.adapters])
+    left = folders_left_behind(plan.base.folder.path)
+    if left:
+        yield f"folders of the base that are left behind: {', '.join(left)}"
 
 
 def _quantized_training(adapter: Adapter) -> Iterator[str]:

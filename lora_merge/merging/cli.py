@@ -100,13 +100,15 @@ def main(base: str, adapters: tuple[str, ...], out: str, dry_run: bool, output_f
 
         cuda_start.begin(quantizing=settings["from_4bit"], own_process=True)
     from lora_merge.merging import api
-    from lora_merge.merging.cautions import cautions
+    from lora_merge.merging.cautions import cautions, notes
 
     options = _options(settings)
     _check_usage(options, len(adapters))
     plan = api.plan_merge(base, adapters, options)
     for caution in cautions(plan, options):
         warn(caution)
+    for line in () if quiet else notes(plan):
+        note(line)
     if dry_run:
         _print_plan(plan, options, list(api.obstacles(plan, out, options)), output_format)
         return

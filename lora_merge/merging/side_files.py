@@ -1,7 +1,8 @@
-"""The files beside the weights: configuration, tokenizer, chat template, index, model card.
+"""The files beside the weights: configuration, tokenizer, processor, index, model card, folders of further modules.
 
-Precedence of the tokenizer's files: the adapter's folder first, since training may have added tokens or a chat template, then the
-base's. Everything else comes from the base. What describes other weights than ours is left behind.
+Tokenizer and processor come from the adapter or from the base, whole (:mod:`~lora_merge.merging.tokenizer_files`). Everything
+else comes from the base. What describes other weights than ours is left behind, and so are folders that no file names as a part
+of the model.
 """
 
 from __future__ import annotations
@@ -15,32 +16,23 @@ from typing import Any
 from lora_merge.merging.adapter import Adapter
 from lora_merge.merging.checkpoint import INDEX_FILE, Checkpoint
 from lora_merge.merging.folders import check_link
+from lora_merge.merging.module_folders import WEIGHT_SUFFIXES, module_files
 from lora_merge.merging.quantization import QuantRecipe
+from lora_merge.merging.tokenizer_files import choose_processor, choose_tokenizer, is_of_a_set
 
 MANIFEST_FILE = "merge_manifest.json"
 CARD_FILE = "README.md"
 CONFIG_FILE = "config.json"
-TOKENIZER_FILES = (
-    "added_tokens.json",
-    "chat_template.jinja",
-    "chat_template.json",
-    "merges.txt",
-    "special_tokens_map.json",
-    "spiece.model",
-    "tokenizer.json",
-    "tokenizer.model",
-    "tokenizer_config.json",
-    "vocab.json",
-    "vocab.txt",
-)
-_WEIGHT_SUFFIXES = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".h5", ".msgpack", ".onnx", ".ot", ".tflite", ".index.json")
 # What the merged checkpoint has of its own, and what belongs to a repository rather than to a model.
 _NEVER_COPIED = (CARD_FILE, MANIFEST_FILE, CONFIG_FILE, INDEX_FILE, ".gitattributes", ".gitignore")
 
 
 @dataclass(frozen=True)
 class SideFile:
-    """A file to write beside the weights: copied from ``source``, or made of ``content``; ``origin`` says which for people."""
+    """A file to write beside the weights: copied from ``source``, or made of ``content``; ``origin`` says which for people.
+
+    ``name``: in the output's folder, or in a folder of it, with ``/``.
+    """
 
     name: str
     origin: str
@@ -85,17 +77,15 @@ def plan_side_files(
     """
     files: dict[str, SideFile] = {}
     for path in sorted(base.folder.path.iterdir()):
-        if path.name in _NEVER_COPIED or path.name.endswith(_WEIGHT_SUFFIXES) or path.name.startswith("."):
+        if path.name in _NEVER_COPIED or path.name.endswith(WEIGHT_SUFFIXES) or path.name.startswith("."):
             continue
         check_link(path)
-        if path.is_file():
+        if path.is_file() and not is_of_a_set(path.name):
             files[path.name] = SideFile(path.name, "base", source=path)
-    for adapter in reversed(adapters):
-        for name in TOKENIZER_FILES:
-            path = adapter.folder.path / name
-            check_link(path)
-            if path.is_file():
-                files[name] = SideFile(name, "adapter", source=path)
+    folders = [adapter.folder for adapter in adapters]
+    for chosen in (choose_tokenizer(base.folder, folders), choose_processor(base.folder, folders)):
+        files |= {name: SideFile(name, chosen.origins[name], source=path) for name, path in chosen.files.items()}
+    files |= {name: SideFile(name, "base", source=path) for name, path in module_files(base.folder.path).items()}
     check_link(base.folder.path / CONFIG_FILE)
     files[CONFIG_FILE] = _config(base, changes)
     if base.index is not None:

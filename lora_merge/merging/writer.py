@@ -25,6 +25,7 @@ from lora_merge.merging.output_file import OutputFile
 from lora_merge.merging.plan import MergePlan, ShardPlan
 from lora_merge.merging.shard_digests import shard_digests
 from lora_merge.merging.side_files import SideFile
+from lora_merge.merging.staging import sync_folder
 from lora_merge.merging.streaming import Binder, ShardStream
 
 _SYNC_BYTES = 1 << 28
@@ -162,6 +163,7 @@ def write_side_file(file: SideFile, folder: Path) -> str:
     """Write one file beside the weights, durably; its hexadecimal SHA-256."""
     target = folder / file.name
     try:
+        target.parent.mkdir(parents=True, exist_ok=True)
         if file.content is not None:
             target.write_bytes(file.content)
         elif file.source is not None:
@@ -169,6 +171,11 @@ def write_side_file(file: SideFile, folder: Path) -> str:
     except OSError as error:
         raise MergeError(f"{file.name}: cannot be written: {error.strerror or error}") from error
     sync_file(target)
+    try:
+        for inside in target.relative_to(folder).parents[:-1]:
+            sync_folder(folder / inside)
+    except OSError as error:
+        raise MergeError(f"{file.name}: its folder could not be made durable: {error.strerror or error}") from error
     return file_digest(target)
 
 
