@@ -5,8 +5,13 @@ The class is built on torch's meta device, without data, and only when a questio
 
 from __future__ import annotations
 
+import inspect
+import json
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
+from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 from lora_merge.merging.checkpoint import Checkpoint
@@ -29,6 +34,51 @@ class Architecture:
         """The model on the meta device."""
         return _model_without_data(self.base, self.trust_remote_code)
 
+    def model_under(self, config: Mapping[str, Any]) -> Any:
+        """The same class under another configuration, as config.json has it, on the meta device."""
+        return _model_without_data(self.base, self.trust_remote_code, config)
+
+    @cached_property
+    def model_types(self) -> frozenset[str]:
+        """The model types that the base's configuration names, its parts' included; answered without building."""
+        return frozenset(_model_types(self.base.config))
+
+    @cached_property
+    def ties(self) -> Mapping[str, str]:
+        """The weights that the class ties: tensor -> the one that it is tied to, by the class's names."""
+        ties: dict[str, str] = dict(self.model.all_tied_weights_keys)
+        return {target: ties.get(source, source) for target, source in ties.items()}
+
+    @cached_property
+    def embedding(self) -> str | None:
+        """The class's name of the input embedding's weight; None without one."""
+        return self._weight_of(self.model.get_input_embeddings)
+
+    @cached_property
+    def head(self) -> str | None:
+        """The class's name of the output head's weight; None without one."""
+        return self._weight_of(self.model.get_output_embeddings)
+
+    def file_name(self, name: str) -> str:
+        """What ``save_pretrained`` calls the tensor ``name`` of the class in a file: models keep the names of the hub there."""
+        import torch
+        from transformers.core_model_loading import revert_weight_conversion
+
+        (found,) = revert_weight_conversion(self.model, {name: torch.empty(1)})
+        return str(found)
+
+    def computes_with(self, setting: str) -> bool:
+        """Whether a forward pass of the model asks the configuration for ``setting``."""
+        return any(setting in inspect.getsource(kind.forward) for kind in {type(module) for module in self.model.modules()})
+
+    def _weight_of(self, get: Any) -> str | None:
+        try:
+            weight = getattr(get(), "weight", None)
+        except NotImplementedError:
+            # A class without an embedding, such as one for pictures.
+            return None
+        return next((name for name, parameter in self.model.named_parameters() if parameter is weight), None)
+
     @cached_property
     def _modules(self) -> dict[str, Any]:
         return {neutral(name): module for name, module in self.model.named_modules()}
@@ -40,7 +90,7 @@ class Architecture:
     @property
     def has_transposed_layers(self) -> bool:
         """Whether any layer may be a ``Conv1D``; answered without building."""
-        return self.base.config.get("model_type") in CONV1D_MODELS
+        return not CONV1D_MODELS.isdisjoint(self.model_types)
 
     def is_transposed_layer(self, path: str) -> bool:
         """Whether the layer stores its weight (in_features, out_features)."""
@@ -62,8 +112,16 @@ class Architecture:
             )
 
 
-def _model_without_data(base: Checkpoint, trust_remote_code: bool) -> Any:
-    """The base's architecture on torch's meta device."""
+def _model_types(config: Mapping[str, Any]) -> Iterator[str]:
+    for key, value in config.items():
+        if key == "model_type" and isinstance(value, str):
+            yield value
+        elif isinstance(value, dict):
+            yield from _model_types(value)
+
+
+def _model_without_data(base: Checkpoint, trust_remote_code: bool, changed: Mapping[str, Any] | None = None) -> Any:
+    """The base's architecture on torch's meta device, under a ``changed`` configuration if one is given."""
     import torch
     import transformers
     from transformers.initialization import no_tie_weights
@@ -76,6 +134,11 @@ def _model_without_data(base: Checkpoint, trust_remote_code: bool) -> Any:
         )
     try:
         config = transformers.AutoConfig.from_pretrained(config_path, trust_remote_code=trust_remote_code, local_files_only=True)
+        if changed is not None:
+            with TemporaryDirectory() as folder:
+                # Through a file, since reading one decodes what JSON does not have.
+                (Path(folder) / "config.json").write_text(json.dumps(changed), encoding="utf-8")
+                config = type(config).from_pretrained(folder, local_files_only=True)
         names = base.config.get("architectures") or [None]
         # Tied weights stay apart, as from_pretrained builds a model: what it finds last in it is then the head, which is not
         # quantized, and not the layer before it.

@@ -191,12 +191,8 @@ def place_parameter(
     names: NameMap,
     architecture: Architecture,
 ) -> dict[str, Operation]:
-    """The update of a parameter as operations on the base's tensors, by name: one fused tensor, or each expert's own."""
+    """The update of a parameter of experts as operations on the base's tensors, by name: a fused tensor, or each expert's own."""
     name = names.find(f"{module}.{parameter}")
-    if name is not None and len(tensors[name].shape) == 2:
-        update = AddLowRank(Whole(pair.a), Whole(pair.b), scaling)
-        _check_shape(update.update_shape, tensors[name].shape, pair, name)
-        return {name: update}
     if name is not None:
         return {name: _on_fused(pair, name, tensors[name], scaling, packing, architecture.module(module))}
     return _on_single_experts(pair, module, parameter, scaling, packing, tensors, names)

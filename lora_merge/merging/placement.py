@@ -7,7 +7,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
 from lora_merge.merging.adapter import Adapter, LowRankPair, Replacement, TokenRows
-from lora_merge.merging.architecture import Architecture
 from lora_merge.merging.checkpoint import Checkpoint
 from lora_merge.merging.dtypes import FLOATING
 from lora_merge.merging.errors import MergeError
@@ -18,7 +17,7 @@ from lora_merge.merging.operations import AddLowRank, Operation, result_shape
 from lora_merge.merging.renames import ClassNames
 from lora_merge.merging.safetensors_file import TensorInfo
 from lora_merge.merging.stored_state import StoredState
-from lora_merge.merging.tying import Tie, is_vocabulary
+from lora_merge.merging.tying import Ties
 from lora_merge.merging.updates import AddVector, ReplaceRows, RescaleColumns, RescaleRows
 
 _ATTENTION_OUTPUT = re.compile(r"(?P<attention>.+)\.base_layer\.out_proj")
@@ -43,16 +42,18 @@ class Placement:
 
     Attributes:
         changes: filled by :meth:`place`.
+        resized: tensors of the vocabulary that got another number of rows -> that number.
     """
 
-    def __init__(self, base: Checkpoint, stored: StoredState, architecture: Architecture, tie: Tie | None, packing: str) -> None:
+    def __init__(self, base: Checkpoint, stored: StoredState, ties: Ties, packing: str) -> None:
         self.base = base
         self.changes: dict[str, Change] = {}
-        self._tensors = {name: tensor for name, tensor in base.tensors.items() if name not in stored.parts}
+        self.resized: dict[str, int] = {}
+        self._tensors = ties.tensors
         self._stored = stored
-        self._names = NameMap.of([*self._tensors, *([tie.head] if tie and not tie.head_stored else [])], ClassNames(architecture))
-        self._architecture = architecture
-        self._tie = tie
+        self._names = NameMap.of(self._tensors, ClassNames(ties.architecture))
+        self._architecture = ties.architecture
+        self._ties = ties
         self._packing = packing
 
     def place(self, adapter: Adapter, weight: float, *, alone: bool) -> None:
@@ -72,10 +73,7 @@ class Placement:
             rank = _rank(pair, path, adapter, experts=bool(parameter))
             scaling = adapter.settings.scaling(path, rank) * weight
             if parameter:
-                placed = place_parameter(
-                    pair, module, parameter, scaling, self._packing, self._tensors, self._names, self._architecture
-                )
-                for name, operation in placed.items():
+                for name, operation in self._parameter(pair, module, parameter, scaling, adapter).items():
                     self._check_float(name, pair.a)
                     self._add(name, operation)
             elif self._names.find_alone(f"{module}.weight") is None and fused_tensor(module, self._tensors, self._names):
@@ -96,9 +94,22 @@ class Placement:
             return change.replacement.tensor.shape
         if name in self._stored.decoders:
             return self._stored.decoders[name].shape
-        if name not in self._tensors and self._tie is not None:
-            return self.shape(self._tie.embedding)
+        if name not in self._tensors and (group := self._ties.group_of(name)):
+            return self.shape(group.stored[0])
         return result_shape(self._tensors[name], ())
+
+    def _parameter(
+        self, pair: LowRankPair, module: str, parameter: str, scaling: float, adapter: Adapter
+    ) -> Mapping[str, Operation]:
+        """The update of a parameter, by the names of the tensors that it changes: a matrix, or the experts of a block."""
+        name = self._lookup(f"{module}.{parameter}")
+        if name is None or len(self.shape(name)) != 2:
+            return place_parameter(
+                pair, module, parameter, scaling, self._packing, self._tensors, self._names, self._architecture
+            )
+        update = AddLowRank(Whole(pair.a), Whole(pair.b), scaling)
+        self._check_shape(name, update, pair, adapter)
+        return {name: update}
 
     def _place_pair(self, pair: LowRankPair, scaling: float, adapter: Adapter) -> None:
         module, parameter = pair.module, "weight"
@@ -111,12 +122,8 @@ class Placement:
         name = self._find(f"{module}.{parameter}", pair.a)
         shape = self.shape(name)
         update = self._update(pair, module, scaling, shape)
-        if not update.filters and update.update_shape != shape:
-            raise MergeError(
-                f"{pair.a.path}: the update of {pair.module} has shape {list(update.update_shape)}, the base's {name} has "
-                f"{list(shape)}; is {self.base.folder.source} the base it was trained on "
-                f"({adapter.named_base or 'not recorded'})?"
-            )
+        if not update.filters:
+            self._check_shape(name, update, pair, adapter)
         self._check_float(name, pair.a)
         self._add(name, update)
         if pair.magnitude is not None:
@@ -148,7 +155,7 @@ class Placement:
         return RescaleColumns(magnitude) if update.transposed else RescaleRows(magnitude, update.filters)
 
     def _place_bias(self, pair: LowRankPair, bias: TensorInfo, module: str, scaling: float, adapter: Adapter) -> None:
-        name = self._names.find(f"{module}.bias")
+        name = self._lookup(f"{module}.bias")
         if name is None:
             raise MergeError(
                 f"{bias.path}: {bias.name!r} adds a bias to {module}, which has none in base {self.base.folder.source}; a "
@@ -165,12 +172,14 @@ class Placement:
         name = self._find(f"{piece.module}.{piece.parameter}", piece.tensor, _head_of_training(adapter) if piece.trained else "")
         expected = self.shape(name)
         # Only a vocabulary can have been resized.
-        resized = is_vocabulary(name) and piece.tensor.shape[1:] == expected[1:]
-        if piece.tensor.shape != expected and not resized:
+        resized = piece.tensor.shape[1:] == expected[1:] and bool(expected)
+        if piece.tensor.shape != expected and not (resized and self._ties.is_vocabulary(name)):
             raise MergeError(
                 f"{piece.tensor.path}: {piece.tensor.name!r} has shape {list(piece.tensor.shape)}, the base's {name} has "
                 f"{list(expected)}"
             )
+        if piece.tensor.shape != expected:
+            self.resized[name] = piece.tensor.shape[0]
         change = self.changes.setdefault(name, Change())
         if change.replacement is not None or change.operations:
             raise MergeError(f"{piece.tensor.path}: {piece.tensor.name!r} replaces {name}, which another tensor changes already")
@@ -200,14 +209,26 @@ class Placement:
     def _add(self, name: str, operation: Operation) -> None:
         self.changes.setdefault(name, Change()).operations.append(operation)
 
+    def _lookup(self, wanted: str) -> str | None:
+        """The base's name of the tensor; of one that it does not store, since it is tied, the name that it would have."""
+        return self._names.find(wanted) or self._ties.find(wanted)
+
     def _find(self, wanted: str, tensor: TensorInfo, hint: str = "") -> str:
-        name = self._names.find(wanted)
+        name = self._lookup(wanted)
         if name is None:
             raise MergeError(
                 f"{tensor.path}: module {wanted.rpartition('.')[0]!r} has no tensor {wanted} in base {self.base.folder.source}, "
                 f"which {tensor.name!r} needs; {hint or self._names.nearest(wanted)}"
             )
         return name
+
+    def _check_shape(self, name: str, update: AddLowRank, pair: LowRankPair, adapter: Adapter) -> None:
+        if update.update_shape != self.shape(name):
+            raise MergeError(
+                f"{pair.a.path}: the update of {pair.module} has shape {list(update.update_shape)}, the base's {name} has "
+                f"{list(self.shape(name))}; is {self.base.folder.source} the base it was trained on "
+                f"({adapter.named_base or 'not recorded'})?"
+            )
 
     def _check_float(self, name: str, tensor: TensorInfo) -> None:
         weight = self._tensors.get(name)

@@ -6,6 +6,7 @@ consumed exactly once, or planning fails and names what is left.
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -17,17 +18,17 @@ from lora_merge.merging.checkpoint import Checkpoint
 from lora_merge.merging.completeness import check_complete
 from lora_merge.merging.dtypes import BY_TORCH_NAME, FLOATING, DType
 from lora_merge.merging.errors import MergeError
+from lora_merge.merging.expected import check_expected, new_vocabulary
 from lora_merge.merging.experts import is_expert_layer
 from lora_merge.merging.factors import PEFT_PACKING
 from lora_merge.merging.modules import QuantizedTensor, quantized_tensors
-from lora_merge.merging.names import neutral
 from lora_merge.merging.operations import BLOCK_ELEMENTS, Operation, RoundTrip, matrix_shape, result_shape
 from lora_merge.merging.placement import Change, Placement
 from lora_merge.merging.quantization import QuantRecipe
 from lora_merge.merging.safetensors_file import SafetensorsHeader, TensorInfo, encode_header
-from lora_merge.merging.side_files import ConfigChanges, SideFile, plan_side_files
+from lora_merge.merging.side_files import CONFIG_FILE, ConfigChanges, SideFile, plan_side_files
 from lora_merge.merging.stored_state import StoredState, read_stored_state, stored_recipe
-from lora_merge.merging.tying import EMBEDDINGS, find_tie, is_vocabulary, settle_tie
+from lora_merge.merging.tying import Settlement, Ties, settle
 from lora_merge.merging.updates import TransposedRoundTrip
 
 FROM_4BIT = "from-4bit"
@@ -210,35 +211,34 @@ def make_plan(
     """
     architecture = Architecture(base, trust_remote_code)
     stored = _stored_state(base, through_it=recipe is not None)
-    tie = find_tie(base)
-    placement = Placement(base, stored, architecture, tie, packing)
+    ties = Ties(base, {name: tensor for name, tensor in base.tensors.items() if name not in stored.parts}, architecture)
+    placement = Placement(base, stored, ties, packing)
     for adapter, weight in zip(adapters, weights, strict=True):
         placement.place(adapter, weight, alone=len(adapters) == 1)
         check_complete(adapter, base.tensors, architecture)
     changes = placement.changes
-    untied = settle_tie(tie, changes, Change) if tie is not None else False
-    vocabulary = _check_vocabulary(base, placement)
+    settled = settle(ties, changes, Change)
+    vocabulary = new_vocabulary(placement.resized)
     quantized: Mapping[str, QuantizedTensor] = {}
     if recipe is not None and stored.decoders:
         recipe = stored_recipe(stored, recipe)
     elif recipe is not None:
         quantized = quantized_tensors(base, recipe, architecture, _experts_as_layers(adapters))
     planner = _TensorPlanner(changes, stored, quantized, recipe, _output_dtype(dtype))
-    embedding = tie.embedding if tie is not None and untied and not tie.head_stored else None
     shards = tuple(
-        ShardPlan(
-            shard.path.name,
-            planner.plan(shard) + (planner.head(shard, embedding, tie.head) if embedding and tie else ()),
-            shard.metadata,
-        )
-        for shard in base.shards
+        ShardPlan(shard.path.name, planner.plan(shard) + planner.copies(shard, settled), shard.metadata) for shard in base.shards
     )
     method = _method(stored, recipe)
-    changed = ConfigChanges(dtype, untied, vocabulary)
+    changed = ConfigChanges(dtype, settled.untied, vocabulary)
     side_files = plan_side_files(
         base, adapters, changed, {s.file: [(t.name, t.nbytes) for t in s.tensors] for s in shards}, method, recipe
     )
-    return MergePlan(base, adapters, weights, method, recipe, packing, untied, shards, side_files)
+    if settled.untied or vocabulary is not None:
+        written = next(file.content for file in side_files if file.name == CONFIG_FILE)
+        config = json.loads(written) if written is not None else base.config
+        shapes = {tensor.name: tensor.shape for shard in shards for tensor in shard.tensors}
+        check_expected(ties, config, shapes, placement.resized, untied=settled.untied)
+    return MergePlan(base, adapters, weights, method, recipe, packing, settled.untied, shards, side_files)
 
 
 def _stored_state(base: Checkpoint, *, through_it: bool) -> StoredState:
@@ -285,24 +285,6 @@ def _experts_as_layers(adapters: tuple[Adapter, ...]) -> bool | None:
     return False if any(adapter.settings.names("target_parameters") for adapter in adapters) else None
 
 
-def _check_vocabulary(base: Checkpoint, placement: Placement) -> int | None:
-    """The new size of the vocabulary, where it was resized; every tensor with a row a token has to agree."""
-    names = [name for name in {**base.tensors, **placement.changes} if is_vocabulary(name)]
-    rows = {name: placement.shape(name)[0] for name in names}
-    resized = [change.replacement for name in names if (change := placement.changes.get(name)) and change.replacement]
-    if not resized:
-        return None
-    if len(set(rows.values())) > 1:
-        sizes = ", ".join(f"{name} {count}" for name, count in sorted(rows.items()))
-        raise MergeError(
-            f"{resized[0].tensor.path}: the vocabulary was resized, but not everywhere: rows of {sizes}; save the adapter with "
-            "save_embedding_layers=True"
-        )
-    embedding = next((name for name in names if neutral(name) in EMBEDDINGS and name in base.tensors), None)
-    size = next(iter(rows.values()))
-    return size if embedding is not None and base.tensors[embedding].shape[0] != size else None
-
-
 @dataclass(frozen=True)
 class _TensorPlanner:
     changes: Mapping[str, Change]
@@ -315,13 +297,18 @@ class _TensorPlanner:
         """The output tensors of a base file."""
         return tuple(self._plan(tensor, tensor.name) for tensor in shard.tensors if tensor.name not in self.stored.parts)
 
-    def head(self, shard: SafetensorsHeader, embedding: str, head: str) -> tuple[TensorPlan, ...]:
-        """The head that gets a tensor of its own, in the file of the embedding."""
-        return tuple(self._plan(tensor, head) for tensor in shard.tensors if tensor.name == embedding)
+    def copies(self, shard: SafetensorsHeader, settled: Settlement) -> tuple[TensorPlan, ...]:
+        """What was tied to a tensor of the base's file and gets one of its own, beside it."""
+        return tuple(
+            self._plan(tensor, name)
+            for tensor in shard.tensors
+            for name, source in settled.copies.items()
+            if source == tensor.name
+        )
 
     def _plan(self, tensor: TensorInfo, name: str) -> TensorPlan:
         change = self.changes.get(name)
-        decoder = self.stored.decoders.get(name)
+        decoder = self.stored.decoders.get(tensor.name)
         own = decoder.dtype if decoder is not None else tensor.dtype
         dtype = self.target if self.target is not None and own.name in FLOATING else own
         operations = tuple(change.operations) if change else ()
