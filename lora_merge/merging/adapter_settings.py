@@ -16,11 +16,12 @@ from lora_merge.merging.errors import MergeError
 MAX_RANK = 65536
 
 # Settings that change nothing about what the stored tensors mean, or whose meaning is read elsewhere in this package.
+# merge_weights is of PEFT before 0.3: whether evaluation folds the update into the weight first, which gives the same numbers.
 _UNDERSTOOD = frozenset(
     """
     alpha_pattern auto_mapping base_model_name_or_path bias corda_config ensure_weight_tying eva_config
     exclude_modules fan_in_fan_out inference_mode init_lora_weights layers_pattern layers_to_transform
-    loftq_config lora_alpha lora_bias lora_dropout lora_ga_config megatron_config megatron_core modules_to_save
+    loftq_config lora_alpha lora_bias lora_dropout lora_ga_config megatron_config megatron_core merge_weights modules_to_save
     parent_library peft_type peft_version qalora_group_size r rank_pattern revision runtime_config target_modules
     target_parameters task_type trainable_token_indices use_dora use_rslora
     """.split()

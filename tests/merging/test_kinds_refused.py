@@ -261,6 +261,19 @@ def test_other_initializations(init, made, tmp_path):
     assert_refused(run(base, adapter, tmp_path / "two", "--base-is-residual"), tmp_path / "two", "--base-is-residual")
 
 
+@pytest.mark.parametrize("kept", [True, False])
+def test_a_setting_of_the_first_versions_of_peft(kept, made, tmp_path):
+    """Their way to evaluate, not their numbers. Their fused layers (``enable_lora``) have another layout and are refused."""
+    base, adapter, _ = made("lora")
+    old = reconfigured(adapter, tmp_path / "adapter", merge_weights=kept, enable_lora=None)
+    assert run(base, old, tmp_path / "out").exit_code == run(base, adapter, tmp_path / "plain").exit_code == 0
+    assert load_file(tmp_path / "out" / "model.safetensors").keys() == load_file(tmp_path / "plain" / "model.safetensors").keys()
+    for name, tensor in load_file(tmp_path / "plain" / "model.safetensors").items():
+        assert torch.equal(load_file(tmp_path / "out" / "model.safetensors")[name], tensor)
+    fused = reconfigured(adapter, tmp_path / "fused", enable_lora=[True, False, True])
+    assert_refused(run(base, fused, tmp_path / "none"), tmp_path / "none", "enable_lora")
+
+
 # Pickles
 
 
