@@ -9,9 +9,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from lora_merge.merging.errors import MergeError
+from lora_merge.merging.side_files import TIE_FLAG
 from lora_merge.merging.tying import Ties
-
-TIE_FLAG = "tie_word_embeddings"
 
 
 def new_vocabulary(resized: Mapping[str, int]) -> int | None:

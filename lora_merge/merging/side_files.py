@@ -23,6 +23,7 @@ from lora_merge.merging.tokenizer_files import choose_processor, choose_tokenize
 MANIFEST_FILE = "merge_manifest.json"
 CARD_FILE = "README.md"
 CONFIG_FILE = "config.json"
+TIE_FLAG = "tie_word_embeddings"
 # What the merged checkpoint has of its own, and what belongs to a repository rather than to a model.
 _NEVER_COPIED = (CARD_FILE, MANIFEST_FILE, CONFIG_FILE, INDEX_FILE, ".gitattributes", ".gitignore")
 
@@ -101,7 +102,8 @@ def _config(base: Checkpoint, changes: ConfigChanges) -> SideFile:
         # transformers 5 writes "dtype", 4 wrote "torch_dtype"; nested text configurations repeat it.
         _set_dtype(config, changes.dtype)
     if changes.untied:
-        _set_everywhere(config, "tie_word_embeddings", False)
+        _set_everywhere(config, TIE_FLAG, False)
+        _untie_parts(config)
     if changes.vocabulary is not None:
         _set_everywhere(config, "vocab_size", changes.vocabulary)
     if config == base.config:
@@ -119,6 +121,14 @@ def _set_everywhere(config: dict[str, Any], key: str, value: Any) -> None:
     if nested is not None and (key in nested or nowhere):
         nested[key] = value
         config["text_config"] = nested
+
+
+def _untie_parts(config: dict[str, Any]) -> None:
+    """A part of a composite model, such as a decoder under a vision tower, can tie its weights by a flag of its own."""
+    for name, part in config.items():
+        if isinstance(part, dict):
+            config[name] = {**part, TIE_FLAG: False} if part.get(TIE_FLAG) else dict(part)
+            _untie_parts(config[name])
 
 
 def _set_dtype(config: dict[str, Any], dtype: str) -> None:

@@ -124,6 +124,8 @@ MERGED: list[tuple[str, Kind]] = [
     ("zamba2", Kind({"target_modules": ["q_proj"]})),
     ("zamba2", Kind({"target_modules": r".*layers\.1\.shared_transformer.*q_proj"})),
     ("gpt2-under-vit", Kind({"target_modules": ["attn.c_proj"]}, scale=0.3)),
+    ("gpt2-under-vit", Kind({"target_modules": ["attn.c_attn", "wte"]})),
+    ("gpt2-under-vit", Kind({"target_modules": ["attn.c_attn"], "trainable_token_indices": {"wte": [3, 7]}})),
     ("gemma3", Kind({"target_modules": ["q_proj", "lm_head"], "trainable_token_indices": [3, 9]})),
     ("gemma3", Kind({"target_modules": ["q_proj"], "target_parameters": ["lm_head.weight"]})),
     ("gemma3", Kind({"target_modules": ["q_proj"], "target_parameters": ["embed_tokens.weight"]})),
