@@ -18,7 +18,7 @@ from lora_merge.merging.renames import ClassNames
 from lora_merge.merging.safetensors_file import TensorInfo
 from lora_merge.merging.stored_state import StoredState
 from lora_merge.merging.tying import Ties
-from lora_merge.merging.updates import AddVector, ReplaceRows, RescaleColumns, RescaleRows
+from lora_merge.merging.updates import AddLowRankParts, AddVector, ReplaceRows, RescaleColumns, RescaleRows
 
 _ATTENTION_OUTPUT = re.compile(r"(?P<attention>.+)\.base_layer\.out_proj")
 # By the adapter's task type, the class that a base without a head was loaded with, which gave it one.
@@ -75,6 +75,7 @@ class Placement:
             if parameter:
                 for name, operation in self._parameter(pair, module, parameter, scaling, adapter).items():
                     self._check_float(name, pair.a)
+                    _check_expert_rank(operation, rank, pair, path)
                     self._add(name, operation)
             elif self._names.find_alone(f"{module}.weight") is None and fused_tensor(module, self._tensors, self._names):
                 expert_layers.append((pair, scaling))
@@ -250,6 +251,17 @@ def _rank(pair: LowRankPair, path: str, adapter: Adapter, *, experts: bool) -> i
             f"and {found[1]}, the configuration says {' or '.join(map(str, ranks))}"
         )
     return fitting[0]
+
+
+def _check_expert_rank(operation: Operation, rank: int, pair: LowRankPair, path: str) -> None:
+    """Each expert's share of the tensors is of the rank that the configuration says, and so the scaling is right."""
+    updates = [part for _, part in operation.parts] if isinstance(operation, AddLowRankParts) else [operation]
+    for update in updates:
+        if isinstance(update, AddLowRank) and update.a.shape[0] != rank:
+            raise MergeError(
+                f"{pair.a.path}: {pair.a.name!r} {list(pair.a.shape)} gives {path} updates of rank {update.a.shape[0]}, the "
+                f"configuration says {rank}"
+            )
 
 
 def _head_of_training(adapter: Adapter) -> str:

@@ -41,6 +41,11 @@ KINDS = {
         Kind({"target_modules": ["q_proj"], "target_parameters": ["experts.gate_up_proj", "experts.down_proj"]}),
         "layers.1.mlp.experts.base_layer.lora_B.weight",
     ),
+    "router": (
+        "qwen3_moe",
+        Kind({"target_modules": ["q_proj"], "target_parameters": ["mlp.gate.weight"]}),
+        "layers.1.mlp.gate.lora_A.weight",
+    ),
     "convolution": ("resnet", Kind({"target_modules": ["convolution"]}), "stages.1.layers.0.layer.1.convolution.lora_B.weight"),
     "gpt2": ("gpt2", Kind({"target_modules": ["c_attn"]}), "h.1.attn.c_attn.lora_B.weight"),
     "vision": ("gemma3_vlm", Kind({"target_modules": ["fc1"]}), "vision_tower.encoder.layers.1.mlp.fc1.lora_A.weight"),
@@ -167,6 +172,9 @@ def test_patterns_that_match_nothing(kind, pattern, made, tmp_path):
         ("bias-all", {"bias": "none"}, "bias"),
         ("lora", {"target_modules": ["q_proj", "up_proj"], "exclude_modules": ["nothing"], "r": 8}, "rank"),
         ("experts", {"r": 3}, "rank"),
+        ("experts", {"r": 2, "rank_pattern": {"q_proj": 4}}, "rank"),
+        ("experts", {"r": 8, "rank_pattern": {"q_proj": 4}}, "rank"),
+        ("router", {"r": 2, "rank_pattern": {"q_proj": 4}}, "rank"),
     ],
 )
 def test_configurations_that_contradict_the_tensors(kind, changes, named, made, tmp_path):
