@@ -44,9 +44,9 @@ def what_is_missing(quantizing: bool, own_process: bool = False) -> str | None:
 
 
 def is_running() -> bool:
-    """Whether this process has started CUDA."""
-    torch = sys.modules.get("torch")
-    return torch is not None and bool(torch.cuda.is_initialized())
+    """Whether this process has started CUDA. Not while torch is only being loaded, maybe in another thread."""
+    cuda = getattr(sys.modules.get("torch"), "cuda", None)
+    return cuda is not None and bool(cuda.is_initialized())
 
 
 @contextmanager

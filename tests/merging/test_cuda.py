@@ -15,13 +15,14 @@ import time
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
+from types import ModuleType
 
 import numpy as np
 import pytest
 import torch
 from bitsandbytes.functional import dequantize_4bit, quantize_4bit
 
-from lora_merge.merging import cuda, devices
+from lora_merge.merging import cuda, cuda_start, devices
 from lora_merge.merging.api import MergeOptions, merge, plan_merge
 from lora_merge.merging.binding import bind
 from lora_merge.merging.cuda import TorchDevice, rounded_once
@@ -245,6 +246,13 @@ def test_a_device_that_cannot_start_leaves_nothing_behind(bases, adapters, tmp_p
     assert merged.returncode == 1
     assert "--device cuda: torch" in merged.stderr.splitlines()[-1]
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_torch_that_another_thread_is_still_loading_runs_no_cuda(monkeypatch):
+    monkeypatch.setitem(sys.modules, "torch", ModuleType("torch"))  # as it stands there while it is being loaded
+    assert not cuda_start.is_running()
+    monkeypatch.delitem(sys.modules, "torch")
+    assert not cuda_start.is_running()
 
 
 def test_bitsandbytes_loads_without_the_compiler():
