@@ -303,10 +303,8 @@ def _check_complete(settings: LoraSettings, found: _Sorted, rows: tuple[TokenRow
             raise MergeError(
                 f"{tensor.path}: {tensor.name!r} has no trained tensor beside it (modules_to_save); the adapter is incomplete"
             )
-    if len(rows) < len(settings.trainable_tokens):
-        found_rows = {piece.module.rpartition(".")[2] for piece in rows}
-        lost = next(name for name in settings.trainable_tokens if name.rpartition(".")[2] not in found_rows)
+    if settings.trainable_tokens and not rows:
         raise MergeError(
-            f"{settings.where}: trainable_token_indices names rows of {lost!r}, but the adapter holds no trainable_tokens_delta "
-            "of it; it is incomplete"
+            f"{settings.where}: trainable_token_indices names rows of {next(iter(settings.trainable_tokens))!r}, but the adapter "
+            "holds no trainable_tokens_delta; it is incomplete"
         )

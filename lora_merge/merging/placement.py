@@ -87,6 +87,8 @@ class Placement:
         adapter.settings.check_patterns(tuple(paths))
         for rows in adapter.token_rows:
             self._place_rows(rows, adapter)
+        if len(adapter.token_rows) < len(adapter.settings.trainable_tokens):
+            self._check_rows_shared(adapter)
 
     def shape(self, name: str) -> tuple[int, ...]:
         """Shape of the tensor ``name`` of the output, before anything but replacement."""
@@ -206,6 +208,19 @@ class Placement:
             )
         self._check_float(name, piece.values)
         self._add(name, ReplaceRows(piece.values, piece.indices))
+
+    def _check_rows_shared(self, adapter: Adapter) -> None:
+        """Raise unless rows that are named and not stored are those of another module: PEFT stores what tied ones share once."""
+        for module, indices in adapter.settings.trainable_tokens.items():
+            held = any(f".{piece.module}".endswith(f".{module}") for piece in adapter.token_rows)
+            shared = (piece for piece in adapter.token_rows if piece.indices == indices)
+            if not held and not any(
+                self._ties.share_rows(self._find(f"{piece.module}.weight", piece.values), module) for piece in shared
+            ):
+                raise MergeError(
+                    f"{adapter.settings.where}: trainable_token_indices names rows of {module!r}, but the adapter holds no "
+                    "trainable_tokens_delta of it; it is incomplete"
+                )
 
     def _add(self, name: str, operation: Operation) -> None:
         self.changes.setdefault(name, Change()).operations.append(operation)

@@ -124,6 +124,14 @@ class Ties:
         """Whether PEFT gives trained token rows of the input embedding to what is tied to it: it looks at the top."""
         return bool(getattr(self.architecture.model.config, "tie_word_embeddings", False))
 
+    def share_rows(self, name: str, module: str) -> bool:
+        """Whether PEFT gives token rows trained of the tensor ``name`` to ``module``, the end of a path, as well."""
+        group = self.group_of(name)
+        if group is None or not self.rows_are_shared or not name == group.source == self.embedding:
+            return False
+        aliases = (alias for other in group.names[1:] for alias in self._aliases[other])
+        return any(f".{alias}".endswith(f".{module}.weight") for alias in aliases)
+
     @cached_property
     def embedding(self) -> str | None:
         """The base's name of the input embedding."""
@@ -248,7 +256,7 @@ def _share_rows(group: TieGroup, members: dict[str, Change], ties: Ties) -> None
     if ties.embedding != group.source:
         raise MergeError(
             f"{next(iter(trained.values()))[0].values.path}: token rows were trained of {next(iter(trained))}, which the class "
-            f"ties to {group.source} and not to its input embedding; it is not known which tensors PEFT gave them to"
+            f"ties to {group.source}, while its input embedding is {ties.embedding}; it is not known which tensors PEFT gave them"
         )
     if list(trained) != [group.source]:
         return

@@ -127,6 +127,7 @@ MERGED: list[tuple[str, Kind]] = [
     ("gpt2-under-vit", Kind({"target_modules": ["attn.c_attn", "wte"]})),
     ("gpt2-under-vit", Kind({"target_modules": ["attn.c_attn"], "trainable_token_indices": {"wte": [3, 7]}})),
     ("gemma3", Kind({"target_modules": ["q_proj", "lm_head"], "trainable_token_indices": [3, 9]})),
+    ("gemma3", Kind({"target_modules": ["q_proj"], "trainable_token_indices": {"embed_tokens": [3, 9], "lm_head": [3, 9]}})),
     ("gemma3", Kind({"target_modules": ["q_proj"], "target_parameters": ["lm_head.weight"]})),
     ("gemma3", Kind({"target_modules": ["q_proj"], "target_parameters": ["embed_tokens.weight"]})),
     ("t5", Kind({"target_modules": ["q"], "trainable_token_indices": {"shared": [3, 7]}})),
@@ -181,6 +182,17 @@ def test_what_no_checkpoint_of_the_class_holds_is_refused(
     with pytest.raises(MergeError, match=message) as refused:
         merge(base(family), tmp_path / "adapter", tmp_path / "out")
     assert "\n" not in str(refused.value) and not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("names", [{"embed_tokens": [3, 9], "lm_head": [9]}, {"embed_tokens": [3, 9], "q_proj": [3, 9]}])
+def test_rows_that_are_not_those_of_a_tied_module_are_missed(
+    names: dict[str, list[int]], base: Callable[[str], Path], tmp_path: Path
+) -> None:
+    trained(base("gemma3"), "gemma3", Kind({"target_modules": ["v_proj"], "trainable_token_indices": [3, 9]}), tmp_path / "a")
+    file = tmp_path / "a" / "adapter_config.json"
+    file.write_text(json.dumps({**json.loads(file.read_text()), "trainable_token_indices": names}))
+    with pytest.raises(MergeError, match=f"names rows of '{list(names)[1]}'.*incomplete"):
+        merge(base("gemma3"), tmp_path / "a", tmp_path / "out")
 
 
 @pytest.mark.parametrize("family", ["opt", "bart"])
