@@ -46,6 +46,8 @@ class LiveModel:
         parameters = inspect.signature(base.forward).parameters
         self._keeps_last = "logits_to_keep" in parameters
         self._takes_positions = "position_ids" in parameters
+        # transformers 5.24 renamed it and stops reading the old name in 5.40.
+        self._cache_name = "cache" if "cache" in parameters else "past_key_values"
         embedding = base.get_input_embeddings()
         self.device: torch.device = embedding.weight.device
         # Not of the weight's shape, which is empty where a trainer keeps the weight in parts.
@@ -109,7 +111,7 @@ class LiveModel:
         if self._keeps_last:
             arguments["logits_to_keep"] = 1
         if cache is not None:
-            arguments["past_key_values"] = cache
+            arguments[self._cache_name] = cache
         if attention_mask is not None:
             arguments["attention_mask"] = attention_mask
         if position_ids is not None:
@@ -118,7 +120,7 @@ class LiveModel:
         logits = getattr(output, "logits", None)
         if not isinstance(logits, Tensor) or logits.dim() != 3 or logits.shape[0] != ids.shape[0]:
             raise EngineError(f"{type(self.module).__name__} returned no logits of shape (batch, tokens, vocabulary)")
-        return logits[:, -1, :], output.past_key_values if use_cache else None
+        return logits[:, -1, :], getattr(output, self._cache_name) if use_cache else None
 
     def ids_tensor(self, rows: Sequence[Sequence[int]]) -> Tensor:
         """Rows of one length as an integer tensor on the model's device."""

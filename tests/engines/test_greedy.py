@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import inspect
+from types import SimpleNamespace
+
 import pytest
 import torch
-from transformers import GenerationConfig
+from transformers import GenerationConfig, LlamaForCausalLM
 
 from lora_merge.engines.errors import EngineError
 from lora_merge.engines.greedy import TokenCounts
@@ -113,6 +116,31 @@ def test_the_fast_way_to_the_likeliest_token_is_argmax():
     logits = torch.randn(16, 50_000, generator=torch.Generator().manual_seed(5)).clamp(max=2).to(torch.bfloat16)
     assert int((logits == logits.amax(dim=-1, keepdim=True)).sum()) > 1600
     assert torch.equal(logits.max(dim=-1).indices, logits.argmax(dim=-1))
+
+
+class Renamed(LlamaForCausalLM):
+    """As transformers 5.24 and later have it: the cache is called ``cache``, on the way in and out."""
+
+    def forward(self, input_ids, attention_mask=None, position_ids=None, cache=None, use_cache=None, logits_to_keep=0):
+        given = {"attention_mask": attention_mask, "position_ids": position_ids, "use_cache": use_cache}
+        name = "cache" if "cache" in inspect.signature(LlamaForCausalLM.forward).parameters else "past_key_values"
+        output = super().forward(input_ids, logits_to_keep=logits_to_keep, **given, **{name: cache})
+        return SimpleNamespace(logits=output.logits, cache=getattr(output, name))
+
+
+@pytest.mark.parametrize("share_prefix", [False, True])
+def test_a_cache_by_its_new_name(prompts, tokenizer, share_prefix):
+    """Oracle: the same weights under the class's own names."""
+    model = make_model("llama")
+    renamed = Renamed(model.config)
+    renamed.load_state_dict(model.state_dict())
+    texts = [
+        TransformersEngine.from_model(one, tokenizer, write_batch_size=7, share_prefix=share_prefix).generate(
+            prompts, GenerationLimits(LENGTH)
+        )
+        for one in (model, renamed)
+    ]
+    assert texts[0] == texts[1]
 
 
 def test_one_token_and_no_tokenizer(prompts, tokenizer):
