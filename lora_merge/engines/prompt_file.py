@@ -8,8 +8,8 @@ and exactly one of
   turn,
 - ``prompt_token_ids``: the final ids, prefill included.
 
-Every other field passes through to the outputs. An empty line is a bad row, not a pause: in a file of prompts nothing is dropped
-silently.
+Every other field passes through to the outputs. An empty line between rows is a bad row, not a pause: in a file of prompts
+nothing is dropped silently. Empty lines at the end belong to the end.
 """
 
 from __future__ import annotations
@@ -87,11 +87,17 @@ def _good(row: PromptRow | BadRow, source: str) -> PromptRow:
 
 def _rows_of_lines(lines: Iterable[bytes]) -> Iterator[PromptRow | BadRow]:
     seen: set[str] = set()
+    empty: list[BadRow] = []
     for number, raw in enumerate(lines, start=1):
         raw = raw.rstrip(b"\r\n")
         if number == 1:
             raw = raw.removeprefix(b"\xef\xbb\xbf")
         text = raw.decode("utf-8", errors="backslashreplace")
+        if not raw.strip():
+            empty.append(BadRow(number, "the line is empty; expected a JSON object", text=text))
+            continue
+        yield from empty
+        empty.clear()
         try:
             value = _parse(raw)
         except ValueError as error:
@@ -101,8 +107,6 @@ def _rows_of_lines(lines: Iterable[bytes]) -> Iterator[PromptRow | BadRow]:
 
 
 def _parse(raw: bytes) -> Any:
-    if not raw.strip():
-        raise ValueError("the line is empty; expected a JSON object")
     try:
         value = json.loads(
             raw.decode("utf-8"),

@@ -90,6 +90,13 @@ def test_a_bad_row_keeps_the_raw_line_for_the_quarantine(tmp_path):
     assert found[0].text == '{"id": "b", "prompt": "\\xff"}'
 
 
+def test_empty_lines_end_a_file_and_are_bad_rows_before_another(tmp_path):
+    path = write(tmp_path, GOOD, "", " ", GOOD.replace('"a"', '"b"'))
+    path.write_bytes(path.read_bytes() + b"\n\r\n  \n")
+    found = list(iter_prompt_rows(path))
+    assert [(row.line, isinstance(row, BadRow)) for row in found] == [(1, False), (2, True), (3, True), (4, False)]
+
+
 def test_a_missing_or_empty_file_is_an_error(tmp_path):
     with pytest.raises(EngineError, match="No such file"):
         read_prompt_rows(tmp_path / "absent.jsonl")
