@@ -17,7 +17,7 @@ from lora_merge.merging.operations import AddLowRank, Operation, result_shape
 from lora_merge.merging.renames import ClassNames
 from lora_merge.merging.safetensors_file import TensorInfo
 from lora_merge.merging.stored_state import StoredState
-from lora_merge.merging.tying import Ties
+from lora_merge.merging.tying import Ties, same_values
 from lora_merge.merging.updates import AddLowRankParts, AddVector, ReplaceRows, RescaleColumns, RescaleRows
 
 _ATTENTION_OUTPUT = re.compile(r"(?P<attention>.+)\.base_layer\.out_proj")
@@ -185,6 +185,10 @@ class Placement:
             self.resized[name] = piece.tensor.shape[0]
         change = self.changes.setdefault(name, Change())
         if change.replacement is not None or change.operations:
+            present = change.replacement.tensor if change.replacement is not None else self._tensors.get(name)
+            if not piece.trained and present is not None and same_values(present, piece.tensor):
+                # The layer under an update, as another adapter stored it or as the base has it.
+                return
             raise MergeError(f"{piece.tensor.path}: {piece.tensor.name!r} replaces {name}, which another tensor changes already")
         if piece.tensor.dtype.name in FLOATING:
             self._check_float(name, piece.tensor)

@@ -68,6 +68,38 @@ def test_logits_are_those_of_both_adapters_at_once(three, tmp_path):
     assert (answer(load(out, "llama", None), "llama") - expected).abs().max() < 2e-4 * expected.abs().max()
 
 
+@pytest.mark.parametrize("architecture", ["llama", "gemma3"])
+@pytest.mark.parametrize("first", [["q_proj", "lm_head"], ["embed_tokens", "lm_head"]])
+def test_adapters_that_store_the_layer_under_them(first, architecture, tmp_path):
+    """PEFT stores embedding and head beside their updates, though nothing has changed them. Oracle: both adapters active."""
+    from peft import PeftModel
+
+    base = save_base(tmp_path / "base", architecture)
+    for name, targets in (("a", first), ("b", ["embed_tokens", "lm_head"])):
+        train(load(base, architecture), Kind({"target_modules": targets}), ord(name)).save_pretrained(tmp_path / name)
+    assert "lm_head.base_layer.weight" in prefixed(tmp_path / "b")
+    live = PeftModel.from_pretrained(load(base, architecture), tmp_path / "a", adapter_name="a")
+    live.load_adapter(tmp_path / "b", adapter_name="b")
+    live.base_model.set_adapter(["a", "b"])
+    expected = answer(live.eval(), architecture)
+    for order in ("a", "b"), ("b", "a"):
+        out = merge(base, [tmp_path / name for name in order], tmp_path / "-".join(order), MergeOptions(dtype="float32")).out
+        found = answer(load(out, architecture, None), architecture)
+        assert (found - expected).abs().max() < 2e-4 * expected.abs().max()
+
+
+def test_adapters_on_layers_of_other_values_are_refused(tmp_path):
+    """One of them was trained after the head had changed: the two have no sum."""
+    base = save_base(tmp_path / "base", "llama")
+    for name, factor in (("a", 1.0), ("b", 2.0)):
+        kind = Kind(
+            {"target_modules": ["embed_tokens", "lm_head"]}, before=lambda model, by=factor: model.lm_head.weight.data.mul_(by)
+        )
+        train(load(base, "llama"), kind).save_pretrained(tmp_path / name)
+    with pytest.raises(MergeError, match=r"lm_head.*another tensor changes already"):
+        merge(base, [tmp_path / "a", tmp_path / "b"], tmp_path / "out")
+
+
 def test_from_the_command_line(three, tmp_path):
     adapters = [text for name in ("a", "b") for text in ("--adapter", str(three / name))]
     arguments = ["--base", str(three / "base"), *adapters, "--weights", "0.7,0.3", "--out", str(tmp_path / "out"), "--quiet"]
