@@ -20,6 +20,8 @@ from lora_merge.merging.experts import is_expert_layer, layer_names, targeted_pa
 from lora_merge.merging.names import neutral
 from lora_merge.merging.safetensors_file import TensorInfo
 
+# How the classes for a task type of PEFT are called.
+_CLASSIFIERS = {"SEQ_CLS": "ForSequenceClassification", "TOKEN_CLS": "ForTokenClassification"}
 _NUMBER = re.compile(r"(?<=\.)\d+(?=\.)")
 
 
@@ -56,16 +58,24 @@ def check_complete(adapter: Adapter, tensors: Mapping[str, TensorInfo], architec
 def _check_saved_modules(adapter: Adapter, names: tuple[str, ...], architecture: Architecture) -> None:
     """Each name of ``modules_to_save`` has a tensor, or no module of the class is called so.
 
-    For classifiers PEFT names the heads of all architectures, ``classifier`` and ``score``, of which a model has one.
+    For classifiers PEFT names the heads of all architectures, ``classifier`` and ``score``, of which a model has at most one.
+    A file without any of the names is whole only where the base's class is a classifier itself, whose head has another name:
+    a language model got its head in training.
     """
     modules = {piece.module for piece in adapter.replacements}
     missing = [name for name in names if not any(is_saved_module(module, (name,)) for module in modules)]
     for name in missing:
-        if len(missing) == len(names) or _has_module(architecture, name):
+        if _has_module(architecture, name) or (len(missing) == len(names) and not _is_classifier(adapter, architecture)):
             raise MergeError(
                 f"{adapter.settings.where}: modules_to_save names {name!r}, but the adapter holds no tensor of it; it is "
                 "incomplete"
             )
+
+
+def _is_classifier(adapter: Adapter, architecture: Architecture) -> bool:
+    """Whether the base's class is one for the task that the adapter names."""
+    task = _CLASSIFIERS.get(str(adapter.config.get("task_type")))
+    return task is not None and type(architecture.model).__name__.endswith(task)
 
 
 def _has_module(architecture: Architecture, ending: str) -> bool:

@@ -13,7 +13,7 @@ from safetensors.torch import load_file, save_file
 
 from lora_merge.merging.api import merge
 from lora_merge.merging.errors import MergeError
-from tests.merging.kinds import TEXT, Kind, train
+from tests.merging.kinds import TEXT, TOKENS, Kind, train
 from tests.merging.live import assert_merge_is_live, save_class
 
 BERT = transformers.BertConfig(
@@ -67,6 +67,23 @@ def test_a_head_that_the_base_has_and_the_adapter_lost(case, head, tmp_path):
     named(adapter, ["classifier", "score"])
     with pytest.raises(MergeError, match=r"modules_to_save names .*incomplete"):
         merge(base, adapter, tmp_path / "out")
+
+
+def test_a_classifier_whose_head_has_another_name(tmp_path):
+    """BART calls it ``classification_head``, so that PEFT trains no head; the base's stays."""
+    config = transformers.BartConfig(
+        vocab_size=160, d_model=64, encoder_layers=1, decoder_layers=1, encoder_attention_heads=4, decoder_attention_heads=4,
+        encoder_ffn_dim=128, decoder_ffn_dim=128, max_position_embeddings=64, num_labels=3, eos_token_id=2, pad_token_id=0,
+    )  # fmt: skip
+    chosen = transformers.BartForSequenceClassification
+    base = save_class(tmp_path / "base", chosen(config))
+    live = train(
+        chosen.from_pretrained(base, dtype=torch.float32), Kind({"target_modules": ["q_proj"], "task_type": "SEQ_CLS"}, scale=0.3)
+    )
+    live.save_pretrained(tmp_path / "adapter")
+    ids = TOKENS + 3
+    ids[:, -1] = config.eos_token_id
+    assert_merge_is_live(base, tmp_path / "adapter", live, chosen, tmp_path / "out", {"input_ids": ids})
 
 
 def test_the_tied_head_is_a_module_of_the_class(tmp_path):
