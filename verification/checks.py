@@ -12,6 +12,8 @@ from verification.errors import VerificationError
 
 MERGE_AGAIN = "merge again with --from-4bit"
 """How the detail of a check ends that knows a way out, which the report repeats as its last line."""
+IF_TRAINED_IN_4BIT = f"right only for an adapter that was not trained on a 4-bit base; if it was, {MERGE_AGAIN}"
+"""How it ends where nobody knows whether that is the way out."""
 _FIELDS = ("name", "outcome", "detail", "value", "bound", "limit")
 
 

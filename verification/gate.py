@@ -169,9 +169,9 @@ def _check_outcome(statement: Statement, policy: Policy, what: str) -> None:
         if not (policy.accept_assumed_recipe if name == RECIPE_CHECK else policy.accept_warnings)
     ]
     if refused:
-        flag = "--accept-assumed-recipe" if refused == [RECIPE_CHECK] else "--accept-warnings"
+        flags = dict.fromkeys("--accept-assumed-recipe" if name == RECIPE_CHECK else "--accept-warnings" for name in refused)
         found = f"its result is WARNED ({', '.join(refused)})"
-        raise VerificationError(f"{what}: {found}; remove the reason, or accept it with {flag}")
+        raise VerificationError(f"{what}: {found}; remove the reason, or accept it with {' and '.join(flags)}")
 
 
 def _check_limit(limits: Limits, policy: Policy, what: str) -> None:

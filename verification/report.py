@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from verification.checks import MERGE_AGAIN, Outcome
+from verification.checks import IF_TRAINED_IN_4BIT, MERGE_AGAIN, Outcome
 from verification.verdict import Verdict
 
 _ABOUT_FILES = ("weights", "merged-files")
@@ -26,9 +26,11 @@ def render(verdict: Verdict) -> Iterator[tuple[str, Outcome | None]]:
             f"  {check.outcome.value:<13}{check.name:<22}{check.detail}",
             None if check.outcome is Outcome.PASSED else check.outcome,
         )
-    if verdict.outcome is Outcome.FAILED and any(check.detail.endswith(MERGE_AGAIN) for check in verdict.checks):
+    ways_out = [check.detail for check in verdict.checks if check.detail.endswith(MERGE_AGAIN)]
+    if verdict.outcome is Outcome.FAILED and ways_out:
+        known = not all(detail.endswith(IF_TRAINED_IN_4BIT) for detail in ways_out)
         yield "", None
-        yield f"The adapter was trained on a 4-bit base: {MERGE_AGAIN}", None
+        yield f"{'The' if known else 'If the'} adapter was trained on a 4-bit base{':' if known else ','} {MERGE_AGAIN}", None
 
 
 def _headline(verdict: Verdict) -> str:

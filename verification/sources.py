@@ -17,18 +17,15 @@ from lora_merge.merging.api import MergeOptions
 from lora_merge.merging.digests import adapter_digests, adapter_identity, file_digest
 from lora_merge.merging.folders import ModelFolder, read_json, resolve_folder
 from lora_merge.merging.manifest import MergeManifest, read_manifest
-from lora_merge.merging.plan import ORIGINAL_WEIGHTS
-from lora_merge.merging.quantization import ASSUMED, RECIPE_FIELDS, QuantRecipe
-from lora_merge.merging.recipes import find_recipe, recipe_of_config
+from lora_merge.merging.quantization import RECIPE_FIELDS, QuantRecipe
 from lora_merge.merging.side_files import MANIFEST_FILE
-from verification.checks import MERGE_AGAIN, Check, Outcome
+from verification.checks import Check, Outcome
 from verification.errors import Inconclusive
-from verification.gate import RECIPE_CHECK
 from verification.names import commit_of, model_name, same_model
+from verification.recipe_checks import live_recipe, recipe_findings, recorded_recipe
 from verification.reference_file import Reference
 
 PASSED, WARNED, FAILED, INCONCLUSIVE = Outcome.PASSED, Outcome.WARNED, Outcome.FAILED, Outcome.INCONCLUSIVE
-_SETTINGS = ("quant_type", "double_quant", "block_size", "quant_dtype")
 
 
 @dataclass(frozen=True)
@@ -110,15 +107,17 @@ def find_sources(merged: Path, options: SourceOptions, reference: Reference | No
     base = _folder("base", options.base, options.revision, manifest, needed=reference is None)
     adapter = _folder("adapter", options.adapter, None, manifest, needed=reference is None)
     base_config = read_json(base.path / "config.json", "the base's configuration") if base is not None else {}
-    recorded = _recorded_recipe(adapter)
+    named_base = None if adapter is None else _adapter_config(adapter).get("base_model_name_or_path")
+    recorded = None if adapter is None else recorded_recipe(adapter.path, named_base)
     if reference is not None:
         recipe, origin = reference.recipe, "reference"
     else:
         if not several_adapters:
             _expect_one_adapter(manifest)
-        recipe, origin = _live_recipe(options, base_config, adapter, recorded, manifest)
+        assert adapter is not None  # a live reference needs one
+        recipe, origin = live_recipe(options.recipe, options.quant_config, base_config, adapter.path, named_base, manifest)
     findings = (
-        *_recipe_findings(recipe, origin, recorded, manifest),
+        *recipe_findings(recipe, origin, recorded, manifest),
         *_base_findings(options, base, adapter, manifest, reference),
         *_adapter_findings(adapter, manifest, reference),
     )
@@ -150,100 +149,8 @@ def _expect_one_adapter(manifest: MergeManifest | None) -> None:
         )
 
 
-def _recorded_recipe(adapter: ModelFolder | None) -> QuantRecipe | None:
-    """What was recorded beside the adapter, on purpose or in passing; settings that nothing tells have their origin assumed."""
-    if adapter is None:
-        return None
-    return find_recipe({}, None, {}, adapter.path, _adapter_config(adapter).get("base_model_name_or_path"))
-
-
 def _adapter_config(adapter: ModelFolder) -> dict[str, Any]:
     return read_json(adapter.path / "adapter_config.json", "the adapter's configuration")
-
-
-def _live_recipe(
-    options: SourceOptions,
-    base_config: Mapping[str, Any],
-    adapter: ModelFolder | None,
-    recorded: QuantRecipe | None,
-    manifest: MergeManifest | None,
-) -> tuple[QuantRecipe | None, str]:
-    """The recipe of a live reference, and who vouches for it."""
-    assert adapter is not None and recorded is not None
-    if base_config.get("quantization_config"):
-        return recipe_of_config(base_config), "base"
-    named_base = _adapter_config(adapter).get("base_model_name_or_path")
-    found = find_recipe(options.recipe, options.quant_config, base_config, adapter.path, named_base)
-    if found.assumed:
-        known = manifest.recipe if manifest is not None else None
-        if known is not None and not known.assumed and not options.recipe and options.quant_config is None:
-            return known, "manifest"
-        return found, "assumed"
-    return found, "flags" if recorded.assumed or _contradiction(recorded, found) else "adapter"
-
-
-def _recipe_findings(
-    recipe: QuantRecipe | None, origin: str, recorded: QuantRecipe | None, manifest: MergeManifest | None
-) -> Iterator[Check]:
-    described = "no 4-bit quantization" if recipe is None else recipe.describe()
-    reasons = {
-        "flags": "was given by hand at verification; nothing recorded at training confirms it",
-        "manifest": "is known from the merge's own manifest alone, so a mistake would be the same on both sides",
-        "assumed": "is assumed, the usual QLoRA one; nothing recorded at training confirms it",
-    }
-    if origin in reasons:
-        yield Check(RECIPE_CHECK, WARNED, f"the reference's recipe ({described}) {reasons[origin]}")
-    else:
-        told = {"reference": "the live layers at recording", "base": "the base itself"}
-        told["adapter"] = recorded.source if recorded is not None else ""
-        yield Check(RECIPE_CHECK, PASSED, f"the reference's recipe ({described}) comes from {told[origin]}")
-    if origin == "base":
-        return
-    if recipe is None:
-        yield from _unquantized_findings(recorded, manifest)
-        return
-    if recorded is not None and (wrong := _contradiction(recorded, recipe)):
-        says = "the recorded reference says" if origin == "reference" else "at verification it is"
-        reason = (
-            f"{recorded.origins[wrong]} says {wrong} {getattr(recorded, wrong)}, {says} {getattr(recipe, wrong)}: one is wrong"
-        )
-        yield Check("recipe-agreement", INCONCLUSIVE, reason)
-    elif manifest is not None and manifest.method == ORIGINAL_WEIGHTS and origin != "assumed":
-        reason = f"merged into the original weights, but the adapter was trained through {described}: {MERGE_AGAIN}"
-        yield Check("recipe-agreement", WARNED, reason)
-    elif (
-        manifest is not None
-        and manifest.recipe is not None
-        and any(_differs(name, manifest.recipe, recipe) for name in _SETTINGS)
-    ):
-        reason = (
-            f"merged through {manifest.recipe.describe()}, but the reference is {described}; only the drift shows what it does"
-        )
-        yield Check("recipe-agreement", WARNED, reason)
-
-
-def _unquantized_findings(recorded: QuantRecipe | None, manifest: MergeManifest | None) -> Iterator[Check]:
-    """A reference that was recorded without 4-bit layers: it is not the function of an adapter that was trained on them."""
-    known = [] if recorded is None else [name for name in _SETTINGS if recorded.origins.get(name, ASSUMED) != ASSUMED]
-    if recorded is not None and known:
-        reason = (
-            f"{recorded.origins[known[0]]} says that the adapter was trained through {recorded.describe()}, but the reference "
-            "was recorded without 4-bit layers: one is wrong"
-        )
-        yield Check("recipe-agreement", INCONCLUSIVE, reason)
-    elif manifest is not None and manifest.recipe is not None:
-        reason = f"merged through {manifest.recipe.describe()}, but the reference was recorded without 4-bit layers"
-        yield Check("recipe-agreement", WARNED, reason)
-
-
-def _contradiction(recorded: QuantRecipe, other: QuantRecipe) -> str | None:
-    """The first setting that was recorded and is another in ``other``."""
-    known = (name for name in _SETTINGS if recorded.origins.get(name, ASSUMED) != ASSUMED)
-    return next((name for name in known if _differs(name, recorded, other)), None)
-
-
-def _differs(name: str, first: QuantRecipe, second: QuantRecipe) -> bool:
-    return bool(getattr(first, name) != getattr(second, name))
 
 
 def _base_findings(

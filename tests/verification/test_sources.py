@@ -123,14 +123,52 @@ def test_a_merge_by_another_recipe_than_the_reference_is_a_warning(trained: Path
     assert outcome(found, "recipe-provenance") is Outcome.PASSED
 
 
-def test_a_merge_into_the_original_weights_is_a_warning_where_the_recipe_is_known(trained: Path, adapter: Path) -> None:
+def test_a_merge_into_the_original_weights_is_a_warning_where_the_recipe_is_known(trained: Path) -> None:
     reference = read_reference(trained / "reference.jsonl")
     assert outcome(findings(trained / "naive"), "recipe-agreement") is Outcome.WARNED
     assert outcome(findings(trained / "naive", reference), "recipe-agreement") is Outcome.WARNED
+    assert "recipe-agreement" not in findings(trained / "merged", reference)
+
+
+def test_a_merge_into_the_original_weights_says_so_where_nobody_knows_how_the_adapter_was_trained(
+    trained: Path, adapter: Path
+) -> None:
+    """An adapter that saw 4-bit weights is merged wrongly then, which the warning of an assumed recipe does not say."""
+    _forget_the_training(adapter)
+    ((found, detail),) = findings(trained / "naive", adapter=str(adapter))["recipe-agreement"]
+    assert found is Outcome.WARNED
+    assert detail == (
+        "merged into the original weights, and nothing says how the adapter was trained: right only for an adapter that was not "
+        "trained on a 4-bit base; if it was, merge again with --from-4bit"
+    )
+
+
+def _forget_the_training(adapter: Path) -> None:
     (adapter / RECIPE_FILE).unlink()
     (adapter / "README.md").unlink(missing_ok=True)
-    assert "recipe-agreement" not in findings(trained / "naive", adapter=str(adapter)), "the assumed recipe is no knowledge"
-    assert "recipe-agreement" not in findings(trained / "merged", reference)
+
+
+@pytest.mark.parametrize("by_file", [True, False])
+def test_a_setting_that_nobody_recorded_is_compared_as_the_merge_had_it(by_file: bool, trained: Path, adapter: Path) -> None:
+    """A configuration of transformers names neither block size nor dtype: those are assumed, its FP4 is not.
+
+    Oracle of the settings: the configuration that was given to the merge.
+    """
+    _forget_the_training(adapter)
+    given = adapter.parent / "fp4.json"
+    given.write_text(json.dumps({"load_in_4bit": True, "bnb_4bit_quant_type": "fp4", "bnb_4bit_use_double_quant": True}))
+    options: dict[str, Any] = {"quant_config": given} if by_file else {"recipe": {"quant_type": "fp4"}}
+    merged = merge(trained / "base", adapter, adapter.parent / "merged", MergeOptions(from_4bit=True, **options)).out
+    sources = find_sources(merged, SourceOptions(), None)
+    assert sources.recipe is not None
+    assert (sources.recipe.quant_type, sources.recipe.double_quant, sources.recipe_origin) == ("fp4", True, "assumed")
+    found = findings(merged)
+    assert outcome(found, "recipe-provenance") is Outcome.WARNED
+    assumed = "block_size, quant_dtype" if by_file else "double_quant, block_size, quant_dtype"
+    assert f"is assumed in part ({assumed}); nothing recorded" in found["recipe-provenance"][0][1]
+    assert "recipe-agreement" not in found
+    by_hand = find_sources(merged, SourceOptions(recipe={"quant_type": "nf4"}), None).recipe
+    assert by_hand is not None and by_hand.quant_type == "nf4", "what is said at verification comes first"
 
 
 def _save_again(adapter: Path, **changes: Any) -> None:

@@ -312,16 +312,36 @@ def test_a_recipe_against_the_trainers_record_is_inconclusive(place: Path, train
     assert "quantization_recipe.json says quant_type nf4, at verification it is fp4" in verdict["reasons"][0]
 
 
-def test_a_recipe_that_nobody_recorded_is_a_warning_at_best(place: Path, trained: Path) -> None:
+@pytest.mark.parametrize("given", [{}, {"quant_type": "fp4"}])
+def test_a_recipe_that_nobody_recorded_is_a_warning_at_best(given: dict[str, str], place: Path, trained: Path) -> None:
+    """Also where the merge was told a part of it: both sides have that part."""
     shutil.copytree(trained / "adapter", place / "bare")
     (place / "bare" / "quantization_recipe.json").unlink()
-    merge(trained / "base", place / "bare", place / "assumed", MergeOptions(from_4bit=True))
+    merge(trained / "base", place / "bare", place / "assumed", MergeOptions(from_4bit=True, recipe=given))
     verdict = verify(place, "--num-prompts", 300, merged="assumed", reference=False, exit_code=0)
     assert verdict["outcome"] == "WARNED"
     assert outcomes(verdict)["recipe-provenance"] == "WARNED"
     with pytest.raises(VerificationError, match="--accept-assumed-recipe"):
         check_certificate(place / "assumed", certificate(place, "assumed"))
     assert check_certificate(place / "assumed", certificate(place, "assumed"), Policy(accept_assumed_recipe=True)).warnings
+
+
+def test_an_unknown_adapter_in_the_original_weights_needs_another_consent(place: Path, trained: Path) -> None:
+    """That the recipe is assumed is not the whole reservation, and accepting it is not the whole consent."""
+    shutil.copytree(trained / "adapter", place / "bare")
+    (place / "bare" / "quantization_recipe.json").unlink()
+    merge(trained / "base", place / "bare", place / "unknown")
+    given = ("--max-delta", 0.3, "--num-prompts", 300)
+    verdict = verify(place, *given, merged="unknown", reference=False, exit_code=0)
+    assert verdict["outcome"] == "WARNED" and outcomes(verdict)["recipe-agreement"] == "WARNED"
+    policy, both = Policy(max_delta=0.3, accept_assumed_recipe=True), "--accept-warnings and --accept-assumed-recipe"
+    with pytest.raises(VerificationError, match=f"recipe-agreement.*{both}"):
+        check_certificate(place / "unknown", certificate(place, "unknown"), Policy(max_delta=0.3))
+    with pytest.raises(VerificationError, match="accept it with --accept-warnings"):
+        check_certificate(place / "unknown", certificate(place, "unknown"), policy)
+    fixed = ("--merged", place / "unknown", "--prompts", place / "prompts.jsonl", "--engine", "hf", "--num-prompts", 300)
+    report = run(*fixed, "--max-abs-delta", 1e-5, exit_code=1).stdout
+    assert report.splitlines()[-1] == "If the adapter was trained on a 4-bit base, merge again with --from-4bit"
 
 
 def test_explicit_flags_are_a_warning_at_best(place: Path, trained: Path) -> None:

@@ -1,0 +1,140 @@
+"""The recipe of the reference: who tells it, and what speaks against it or against a merge by another.
+
+The merge manifest is the last to be asked. It says what the merge did, which is what a setting that nobody recorded has to be
+compared with; it is no witness of how the adapter was trained.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from lora_merge.merging.manifest import MergeManifest
+from lora_merge.merging.plan import ORIGINAL_WEIGHTS
+from lora_merge.merging.quantization import ASSUMED, RECIPE_FIELDS, QuantRecipe
+from lora_merge.merging.recipes import find_recipe, recipe_of_config
+from verification.checks import IF_TRAINED_IN_4BIT, MERGE_AGAIN, Check, Outcome
+from verification.gate import RECIPE_CHECK
+
+WARNED, INCONCLUSIVE = Outcome.WARNED, Outcome.INCONCLUSIVE
+_SETTINGS = ("quant_type", "double_quant", "block_size", "quant_dtype")
+
+
+def recorded_recipe(adapter: Path, named_base: str | None) -> QuantRecipe:
+    """What was recorded beside the adapter, on purpose or in passing; settings that nothing tells have their origin assumed."""
+    return find_recipe({}, None, {}, adapter, named_base)
+
+
+def live_recipe(
+    given: Mapping[str, Any],
+    quant_config: str | os.PathLike[str] | None,
+    base_config: Mapping[str, Any],
+    adapter: Path,
+    named_base: str | None,
+    manifest: MergeManifest | None,
+) -> tuple[QuantRecipe | None, str]:
+    """The recipe of a live reference, and who vouches for it.
+
+    What nobody tells is taken from the merge: a guess of its own would blame the merge for not having made the same one.
+    """
+    if base_config.get("quantization_config"):
+        return recipe_of_config(base_config), "base"
+    found = find_recipe(given, quant_config, base_config, adapter, named_base)
+    if found.assumed:
+        found = found if manifest is None or manifest.recipe is None else _completed(found, manifest.recipe)
+        return found, "assumed" if found.assumed else "manifest"
+    recorded = recorded_recipe(adapter, named_base)
+    return found, "flags" if recorded.assumed or _contradiction(recorded, found) else "adapter"
+
+
+def _completed(found: QuantRecipe, merged: QuantRecipe) -> QuantRecipe:
+    """``found`` with the settings that it only assumes as the merge had them; those stay assumed that the merge assumed too."""
+    taken = [name for name in RECIPE_FIELDS if found.origins.get(name, ASSUMED) == ASSUMED]
+    origins = {name: merged.origins.get(name, ASSUMED) for name in taken}
+    return replace(found, **{name: getattr(merged, name) for name in taken}, origins={**found.origins, **origins})
+
+
+def recipe_findings(
+    recipe: QuantRecipe | None, origin: str, recorded: QuantRecipe | None, manifest: MergeManifest | None
+) -> Iterator[Check]:
+    """Who vouches for the reference's recipe, and whether the record beside the adapter and the merge agree with it."""
+    yield _provenance(recipe, origin, recorded)
+    if origin == "base":
+        return
+    if recipe is None:
+        yield from _unquantized_findings(recorded, manifest)
+        return
+    described = recipe.describe()
+    if recorded is not None and (wrong := _contradiction(recorded, recipe)):
+        says = "the recorded reference says" if origin == "reference" else "at verification it is"
+        reason = (
+            f"{recorded.origins[wrong]} says {wrong} {getattr(recorded, wrong)}, {says} {getattr(recipe, wrong)}: one is wrong"
+        )
+        yield Check("recipe-agreement", INCONCLUSIVE, reason)
+    elif manifest is not None and manifest.method == ORIGINAL_WEIGHTS:
+        into = "merged into the original weights"
+        if origin == "assumed" and not _known(recorded):
+            reason = f"{into}, and nothing says how the adapter was trained: {IF_TRAINED_IN_4BIT}"
+        else:
+            reason = f"{into}, but the adapter was trained through {described}: {MERGE_AGAIN}"
+        yield Check("recipe-agreement", WARNED, reason)
+    elif (
+        manifest is not None
+        and manifest.recipe is not None
+        and any(_differs(name, manifest.recipe, recipe) for name in _SETTINGS)
+    ):
+        reason = (
+            f"merged through {manifest.recipe.describe()}, but the reference is {described}; only the drift shows what it does"
+        )
+        yield Check("recipe-agreement", WARNED, reason)
+
+
+def _provenance(recipe: QuantRecipe | None, origin: str, recorded: QuantRecipe | None) -> Check:
+    described = "no 4-bit quantization" if recipe is None else recipe.describe()
+    reasons = {
+        "flags": "was given by hand at verification; nothing recorded at training confirms it",
+        "manifest": "is told, where nothing else tells it, by the merge's manifest: a mistake would be the same on both sides",
+        "assumed": f"is assumed{_in_part(recipe)}; nothing recorded at training confirms it",
+    }
+    if origin in reasons:
+        return Check(RECIPE_CHECK, WARNED, f"the reference's recipe ({described}) {reasons[origin]}")
+    told = {"reference": "the live layers at recording", "base": "the base itself"}
+    told["adapter"] = recorded.source if recorded is not None else ""
+    return Check(RECIPE_CHECK, Outcome.PASSED, f"the reference's recipe ({described}) comes from {told[origin]}")
+
+
+def _in_part(recipe: QuantRecipe | None) -> str:
+    """Which settings are the usual QLoRA ones for want of anybody who tells them."""
+    assumed = [name for name in _SETTINGS if recipe is not None and recipe.origins.get(name, ASSUMED) == ASSUMED]
+    return ", the usual QLoRA one" if len(assumed) == len(_SETTINGS) else f" in part ({', '.join(assumed)})"
+
+
+def _unquantized_findings(recorded: QuantRecipe | None, manifest: MergeManifest | None) -> Iterator[Check]:
+    """A reference that was recorded without 4-bit layers: it is not the function of an adapter that was trained on them."""
+    known = _known(recorded)
+    if recorded is not None and known:
+        reason = (
+            f"{recorded.origins[known[0]]} says that the adapter was trained through {recorded.describe()}, but the reference "
+            "was recorded without 4-bit layers: one is wrong"
+        )
+        yield Check("recipe-agreement", INCONCLUSIVE, reason)
+    elif manifest is not None and manifest.recipe is not None:
+        reason = f"merged through {manifest.recipe.describe()}, but the reference was recorded without 4-bit layers"
+        yield Check("recipe-agreement", WARNED, reason)
+
+
+def _known(recorded: QuantRecipe | None) -> list[str]:
+    """The settings that something beside the adapter tells."""
+    return [] if recorded is None else [name for name in _SETTINGS if recorded.origins.get(name, ASSUMED) != ASSUMED]
+
+
+def _contradiction(recorded: QuantRecipe, other: QuantRecipe) -> str | None:
+    """The first setting that was recorded and is another in ``other``."""
+    return next((name for name in _known(recorded) if _differs(name, recorded, other)), None)
+
+
+def _differs(name: str, first: QuantRecipe, second: QuantRecipe) -> bool:
+    return bool(getattr(first, name) != getattr(second, name))
