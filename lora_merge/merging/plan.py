@@ -210,7 +210,7 @@ def make_plan(
         MergeError: an adapter tensor fits nothing, a shape does not match, a type cannot be merged, and so on.
     """
     architecture = Architecture(base, trust_remote_code)
-    stored = _stored_state(base, through_it=recipe is not None)
+    stored = _stored_state(base, architecture, through_it=recipe is not None)
     ties = Ties(base, {name: tensor for name, tensor in base.tensors.items() if name not in stored.parts}, architecture)
     placement = Placement(base, stored, ties, packing)
     for adapter, weight in zip(adapters, weights, strict=True):
@@ -241,7 +241,7 @@ def make_plan(
     return MergePlan(base, adapters, weights, method, recipe, packing, settled.untied, shards, side_files)
 
 
-def _stored_state(base: Checkpoint, *, through_it: bool) -> StoredState:
+def _stored_state(base: Checkpoint, architecture: Architecture, *, through_it: bool) -> StoredState:
     quantization = base.config.get("quantization_config")
     if not quantization:
         return StoredState({}, frozenset())
@@ -257,6 +257,13 @@ def _stored_state(base: Checkpoint, *, through_it: bool) -> StoredState:
             f"base {base.folder.source}: is already quantized (bitsandbytes, quantization_config in config.json); add "
             "--from-4bit to merge through its stored state, or give the 16-bit checkpoint it was made from"
         )
+    if architecture.has_transposed_layers:
+        for name in stored.decoders:
+            if architecture.is_transposed_layer(name.removesuffix(".weight")):
+                raise MergeError(
+                    f"base {base.folder.source}: {name} is stored quantized, the other way round than its class stores it "
+                    "(Conv1D), which is not read; give the 16-bit checkpoint it was made from"
+                )
     return stored
 
 

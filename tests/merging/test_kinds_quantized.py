@@ -276,6 +276,25 @@ def test_the_stored_state_is_the_recipe(stored, tmp_path):
             plan_merge(folder, tmp_path / "adapter", MergeOptions(from_4bit=True, recipe=wrong))
 
 
+@pytest.mark.parametrize("case", ["nf4", "8bit"])
+def test_a_stored_conv1d_is_refused(case, stored, tmp_path):
+    """bitsandbytes stores it as a linear layer, which the class does not load: a square one would be merged turned."""
+    folder, plain, _ = stored(case, "gpt2")
+    train(load(plain, "gpt2"), Kind({"target_modules": ["attn.c_proj"]})).save_pretrained(tmp_path / "adapter")
+    with pytest.raises(MergeError, match="Conv1D"):
+        merge(folder, tmp_path / "adapter", tmp_path / "out", MergeOptions(from_4bit=True))
+
+
+@pytest.mark.parametrize("settings", [{"target_modules": ["q_proj", "embed_tokens"]}, {"target_modules": ["q_proj", "lm_head"]}])
+def test_a_stored_base_is_untied(settings, stored, tmp_path):
+    folder, plain, values = stored("nf4-double", "gemma3")
+    live = train(live_on(values, plain, "gemma3"), Kind(settings))
+    live.save_pretrained(tmp_path / "adapter")
+    expected = answer(live, "gemma3")
+    out = merge(folder, tmp_path / "adapter", tmp_path / "out", MergeOptions(from_4bit=True, dtype="float32")).out
+    assert (answer(load(out, "gemma3", None), "gemma3") - expected).abs().max() < 2e-4 * expected.abs().max()
+
+
 @pytest.mark.parametrize("part", ["absmax", "nested_absmax", "nested_quant_map", "quant_map"])
 def test_damaged_states_are_refused(part, stored, tmp_path):
     folder, plain, _ = stored("nf4-double", "llama")
