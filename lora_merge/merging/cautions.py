@@ -55,7 +55,7 @@ def _quantized_training(adapter: Adapter) -> Iterator[str]:
     elif named_in_4bit(named):
         yield (
             f"{source} was trained on {named}, a 4-bit base by its name, and is merged into the original weights, with which it "
-            "decides differently; give that base as --base, with --from-4bit"
+            "decides differently; give that base as --base, with --from-4bit, where bitsandbytes quantized it"
         )
     elif eight_bit is not None:
         yield (

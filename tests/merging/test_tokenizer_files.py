@@ -213,7 +213,7 @@ def test_half_of_a_vocabulary(place):
 
 def test_sentencepiece(place):
     """A vocabulary that is no tokenizer.json, as older trainers save it: the base's tokenizer.json would win over it."""
-    import sentencepiece
+    sentencepiece = pytest.importorskip("sentencepiece")
 
     words = [" ".join(f"w{(7 * line + word) % 90}" for word in range(12)) for line in range(200)]
     settings = {"vocab_size": 60, "model_type": "bpe", "pad_id": 0, "eos_id": 1, "bos_id": 2, "unk_id": 3, "minloglevel": 2}
