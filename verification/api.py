@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from lora_merge.engines.errors import EngineError
-from lora_merge.errors import no_file, no_folder
 from verification import report_folder
 from verification.arms import Stages
+from verification.at_first_sight import impossible
 from verification.checks import Outcome
 from verification.drift_file import read_measurements
 from verification.errors import Inconclusive, VerificationError
@@ -59,9 +57,9 @@ def verify_skip_drift(
     """
     options = options or VerifyOptions()
     # A mistyped name is no reason to take an earlier run's report away.
-    mistyped = next(_mistyped(merged, prompts, options.measure), None)
-    if mistyped is not None:
-        return could_not_measure("measurement", mistyped, options.limits)
+    reason = next(impossible(merged, prompts, options.measure), None)
+    if reason is not None:
+        return could_not_measure("measurement", reason, options.limits)
     folder = certificate_path(merged).parent if options.report is None else Path(options.report)
     _check_apart(folder, Path(merged))
     report_folder.clear(folder)
@@ -78,27 +76,6 @@ def verify_skip_drift(
             verdict = could_not_measure("measurement", str(error), options.limits)
     report_folder.write(folder, verdict, measurements, options.sign_key)
     return verdict
-
-
-def _mistyped(merged: str | os.PathLike[str], prompts: str | os.PathLike[str], options: MeasureOptions) -> Iterator[str]:
-    """What can be known to be impossible before anything is read, one sentence each."""
-    if options.engine.device != "auto":
-        from lora_merge.engines.loading import resolve_device
-
-        try:
-            resolve_device(options.engine.device)
-        except EngineError as error:
-            yield str(error)
-    found = [no_folder(merged, "a merged checkpoint, as lora-merge --out makes it"), no_file(prompts, "a JSON Lines prompt file")]
-    if options.reference is not None:
-        found.append(no_file(options.reference, "a recorded reference"))
-    yield from (reason for reason in found if reason is not None)
-    if options.record_reference is not None:
-        target = Path(options.record_reference)
-        if target.is_dir():
-            yield f"{target}: is a folder; expected the name of a file to record the reference in"
-        elif not target.parent.is_dir():
-            yield f"{target}: cannot be written, there is no folder {target.parent}"
 
 
 def judge_again(

@@ -9,11 +9,11 @@ from pathlib import Path
 from typing import Literal
 
 from lora_merge.console import Progress, no_progress
-from lora_merge.errors import no_folder
 from lora_merge.merging.api import plan_merge
 from lora_merge.merging.errors import MergeError
 from lora_merge.merging.folders import resolve_folder
 from lora_merge.merging.plan import ORIGINAL_WEIGHTS, MergePlan
+from verification.at_first_sight import no_checkpoint
 from verification.audit import WeightAudit, audit_weights
 from verification.checks import Check, Outcome, worst
 from verification.errors import Inconclusive
@@ -72,7 +72,7 @@ def audit_merge(
     """
     options = options or AuditOptions()
     folder = Path(merged)
-    if reason := no_folder(merged, "a merged checkpoint"):
+    if reason := no_checkpoint(merged):
         raise Inconclusive(reason)
     try:
         sources = find_sources(folder, options.sources, None, several_adapters=True)

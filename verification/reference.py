@@ -28,8 +28,8 @@ from verification.dequantized import dequantized_floor, score_dequantized
 from verification.errors import VerificationError
 from verification.measurement import NoiseFloor
 from verification.reference_file import Reference as Reference
+from verification.reference_file import no_target, write_reference
 from verification.reference_file import read_reference as read_reference
-from verification.reference_file import write_reference
 from verification.sampling import SAMPLE, sample_of
 
 if TYPE_CHECKING:
@@ -78,13 +78,16 @@ def record_reference(
     Raises:
         EngineError: a prompt, the BOS or a label is not as it must be.
         NonFiniteScore: the model overflowed; nothing is written.
-        VerificationError: the live adapter is not the one in ``adapter_dir``, or the file cannot be written.
+        VerificationError: the live adapter is not the one in ``adapter_dir``, or ``out_path`` cannot be written or holds
+            something else than a reference, the prompts even.
         MergeError: the 4-bit layers do not agree on one recipe, or the adapter folder cannot be read.
     """
     from lora_merge.engines.transformers_engine import TransformersEngine
     from lora_merge.merging.recipes import recipe_of
     from verification.live_adapter import check_live_adapter
 
+    if reason := no_target(out_path, prompts):
+        raise VerificationError(reason)
     made = _as_prompts(prompts, tokenizer, prefill)
     _expect_room(model, made)
     labels = resolve_labels(tokenizer, made, prefill=prefill, skip=skip_label, write=write_label)

