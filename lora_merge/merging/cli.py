@@ -180,7 +180,7 @@ def _intention(plan: MergePlan) -> str:
         through = "into the original weights" if plan.method == "original-weights" else "through the 8-bit base"
     change = f"{merged} of {len(plan.tensors)} tensors change, {_size(plan.output_bytes)}"
     pieces = sum(len(adapter.pairs) + len(adapter.replacements) + len(adapter.token_rows) for adapter in plan.adapters)
-    untied = "; head and embedding are no longer equal: they are written apart (tie_word_embeddings false)" if plan.untied else ""
+    untied = "; tied tensors are no longer equal: they are written apart (tie_word_embeddings false)" if plan.untied else ""
     return f"merging {pieces} updates {through}: {change}{untied}"
 
 
