@@ -122,7 +122,8 @@ def standing(gate: Gate) -> str:
     certificate = gate.certificate
     if certificate is None:
         return 'warning: NOT GATED: no certificate vouches for this checkpoint; every row is marked "gated": false'
-    found = f"certificate {certificate.path}: {certificate.outcome}, mean |delta| at most {certificate.limits.max_delta:g}"
+    limit = f"at a limit of {certificate.limits.max_delta:g} for the mean |delta|"
+    found = f"certificate {certificate.path}: {certificate.outcome} {limit}"
     found += f", accepted warnings: {', '.join(certificate.warnings)}" if certificate.warnings else ""
     if certificate.signed:
         return f"{found}, signed by the trusted key"
@@ -194,7 +195,7 @@ def _check_quarantine(intake: Intake, out: Path, options: GenerateOptions, say: 
         return
     most = " / ".join(map(str, intake.troubles[:3]))
     if len(intake.troubles) > 3:
-        most += f" / and {sum(trouble.lines for trouble in intake.troubles[3:])} lines of other kinds"
+        most += f" / of other kinds: {sum(trouble.lines for trouble in intake.troubles[3:])}"
     where = f", see {quarantine_path(out)}" if intake.quarantined else ""
     found = f"{facts.quarantined} of {facts.rows} rows of {facts.path} cannot be used ({most}){where}"
     share = facts.quarantined / facts.rows

@@ -4,11 +4,17 @@ from __future__ import annotations
 
 from typing import ClassVar
 
-from lora_merge.errors import EXIT_INTERRUPTED, UserError
+from lora_merge.errors import EXIT_INTERRUPTED, EXIT_USAGE, UserError
 
 
 class GenerationError(UserError):
     """A run that must not start, cannot go on, or whose files do not fit together: says which, what was found and what to do."""
+
+
+class ConflictingOptions(GenerationError):
+    """Options that exclude each other, or have no effect beside another."""
+
+    exit_code: ClassVar[int] = EXIT_USAGE
 
 
 class NoCertificate(GenerationError):

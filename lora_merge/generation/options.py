@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from lora_merge.engines.opening import EngineKind
-from lora_merge.generation.errors import GenerationError
+from lora_merge.generation.errors import ConflictingOptions, GenerationError
 from lora_merge.generation.selection import Selection
 from lora_merge.generation.shards import Shard
 
@@ -43,7 +43,7 @@ class GateOptions:
         if not (math.isfinite(self.max_delta) and 0 < self.max_delta < 1):
             raise GenerationError(f"max_delta is {self.max_delta}; expected a number between 0 and 1")
         if self.allow_ungated and (self.certificate is not None or self.trusted_key is not None):
-            raise GenerationError(
+            raise ConflictingOptions(
                 "--allow-ungated reads no certificate; leave out --certificate and --trusted-key, or the former"
             )
 
@@ -84,7 +84,7 @@ class EngineOptions:
         foreign.pop("max_model_len", None)  # also bounds the prompts
         if foreign:
             name = "--batch-size" if kind == "vllm" else f"--{next(iter(foreign)).replace('_', '-')}"
-            raise GenerationError(
+            raise ConflictingOptions(
                 f"{name} has no effect on engine {kind}; leave it out, or choose the other engine with --engine"
             )
 

@@ -12,6 +12,7 @@ from lora_merge.engines.prompts import Prompt
 from lora_merge.engines.protocol import Completion
 from lora_merge.engines.scores import DecisionScore
 from lora_merge.generation.answers import Answer
+from verification.preconditions import USUAL_LABEL_MASS
 
 KEYS = (
     "id",
@@ -86,6 +87,30 @@ class Tally:
             self.text_tokens += row["text_tokens"]
             self.statuses[row["text_status"]] += 1
             self.finish_reasons[row["finish_reason"]] += 1
+
+    @property
+    def doubt_of_decisions(self) -> str | None:
+        """Why these prompts do not seem to be of the certified kind, in one sentence; None where nothing says so."""
+        mean = self.label_mass / self.rows if self.rows else 1.0
+        if mean >= USUAL_LABEL_MASS:
+            return None
+        return (
+            f"the two labels hold {mean:.3f} of the probability on average of {self.rows:,} prompts so far, usual is "
+            f"{USUAL_LABEL_MASS:g} or more: the model expects something else there; compare prompts, chat template and prefill "
+            "with those that it was verified on"
+        )
+
+    @property
+    def doubt_of_texts(self) -> str | None:
+        """Why most texts are of no use, in one sentence; None where they are not."""
+        useless = self.statuses["broken"] + self.statuses["missing"]
+        if 2 * useless <= self.written:
+            return None
+        cut = self.finish_reasons["length"]
+        return (
+            f"{useless:,} of {self.written:,} texts are no JSON with the text key ({cut:,} were cut off at the limit); "
+            "see --text-key and --max-tokens"
+        )
 
     def to_json(self) -> dict[str, Any]:
         """Every count by name; ``mean_label_mass`` is null without rows."""

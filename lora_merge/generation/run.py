@@ -101,7 +101,8 @@ class Run:
         return self._conclude(record, tally, resumed)
 
     def _work(self, engine: Engine, whole: int, tally: Tally) -> None:
-        """Every chunk from number ``whole`` on."""
+        """Every chunk from number ``whole`` on. The first doubt about the decisions is said at once: the rest takes hours."""
+        doubted = False
         try:
             for prompts in itertools.islice(self.intake.spool.chunks(self.settled.chunk_size), whole, None):
                 rows = self.job.rows(engine, prompts, self.phases)
@@ -111,6 +112,9 @@ class Run:
                 for row in rows:
                     tally.add(row)
                 self._expect_texts(tally)
+                if not doubted and (doubt := tally.doubt_of_decisions):
+                    self.say(f"warning: {doubt}")
+                    doubted = True
         finally:
             if not self.sink.holds_rows:
                 record_path(self.out).unlink(missing_ok=True)
@@ -164,6 +168,11 @@ class Run:
         results = scan(self.out)
         aside = scan(quarantine).lines if self.intake.quarantined else 0
         expected = len(self.intake.spool) + self.intake.quarantined
+        if record.result is not None and record.result["sha256"] != results.sha256:
+            raise GenerationError(
+                f"{self.out}: was changed after its run had ended (SHA-256 {results.sha256[:12]}…, the record has "
+                f"{str(record.result['sha256'])[:12]}…); bring the file back, or run again with another --out"
+            )
         if results.lines + aside != expected or tally.rows != results.lines:
             raise GenerationError(
                 f"{self.out}: holds {results.lines} rows and {quarantine.name} {aside}, together not the {expected} rows of the "
@@ -177,6 +186,8 @@ class Run:
             "resumed_rows": resumed,
             "phases": self.phases.to_json(),
         }
+        if doubt := tally.doubt_of_texts:
+            self.say(f"warning: {doubt}")
         ended = record if record.is_complete else record.ended(result)
         self.sink.is_finished = True
         write_record(ended, self.out)

@@ -317,6 +317,8 @@ def test_arms_are_those_that_can_run(monkeypatch):
     said = []
     assert [arm.engine for arm in api.chosen_arms(None, said.append)] == ["hf", "hf"]
     assert "vLLM is not installed" in said[0]
+    said.clear()
+    assert [arm.engine for arm in api.chosen_arms(["hf-two-phase"], said.append)] == ["hf"] and not said
     with pytest.raises(GenerationError, match="vLLM is not installed"):
         api.chosen_arms(["vllm-two-phase"])
     with pytest.raises(GenerationError, match="'fast' is unknown"):
@@ -561,6 +563,15 @@ def test_a_file_as_the_folder_of_results_is_one_line(tmp_path):
     given = ("--model", tmp_path, "--prompts", tmp_path / "file", "--num-prompts", 1, "--out", tmp_path / "file", "--no-pictures")
     done = CliRunner().invoke(main, [*map(str, given), "--arms", "hf-one-shot"])
     assert done.exit_code == 1 and done.stderr == f"error: {tmp_path / 'file'}: is a file; expected a folder as --out\n"
+
+
+def test_results_are_not_written_into_the_checkpoint(tmp_path):
+    """They would change what its certificate vouches for."""
+    (tmp_path / "prompts.jsonl").write_text("{}")
+    given = ("--model", tmp_path, "--prompts", tmp_path / "prompts.jsonl", "--num-prompts", 1, "--out", tmp_path / "bench")
+    done = CliRunner().invoke(main, [*map(str, given), "--arms", "hf-one-shot", "--no-pictures"])
+    assert done.exit_code == 1 and "lies in the checkpoint's folder and would change it" in done.stderr
+    assert not (tmp_path / "bench").exists()
 
 
 @pytest.mark.parametrize("sizes", ["0", "a", "32,,64", "-1"])

@@ -34,11 +34,11 @@ def must_not_load(model, settled):
     raise AssertionError("a model was loaded")
 
 
-def refused(checkpoint, prompts, match, error=UserError, **options):
+def refused(checkpoint, prompts, match, error=UserError, exit_code=1, **options):
     before = sorted(path.name for path in prompts.parent.iterdir())
     with pytest.raises(error, match=match) as caught:
         run(checkpoint, prompts, open_engine=must_not_load, **options)
-    assert caught.value.exit_code == 1
+    assert caught.value.exit_code == exit_code
     assert sorted(path.name for path in prompts.parent.iterdir()) == before
 
 
@@ -231,13 +231,14 @@ def test_the_ungated_root_is_the_certified_one(checkpoint):
 
 
 def test_options_that_contradict_each_other_or_have_no_effect(checkpoint, prompts):
-    with pytest.raises(GenerationError, match="--allow-ungated reads no certificate"):
+    with pytest.raises(GenerationError, match="--allow-ungated reads no certificate") as caught:
         GateOptions(certificate="c.json", allow_ungated=True)
+    assert caught.value.exit_code == 2
     with pytest.raises(GenerationError, match="between 0 and 1"):
         GateOptions(max_delta=0)
-    refused(checkpoint, prompts, "--max-num-seqs has no effect on engine hf", engine=EngineOptions(max_num_seqs=4))
+    refused(checkpoint, prompts, "--max-num-seqs has no effect on engine hf", exit_code=2, engine=EngineOptions(max_num_seqs=4))
     certify(checkpoint, engine={**ENGINE, "kind": "vllm"})
-    refused(checkpoint, prompts, "--batch-size has no effect on engine vllm", engine=EngineOptions(batch_size=4))
+    refused(checkpoint, prompts, "--batch-size has no effect on engine vllm", exit_code=2, engine=EngineOptions(batch_size=4))
 
 
 def test_a_checkpoint_that_is_not_there(tmp_path, prompts):

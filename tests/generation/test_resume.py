@@ -181,6 +181,16 @@ def test_a_finished_run_loads_nothing_and_stays_as_it_is(checkpoint, prompts, tm
     assert again.record.result == first.record.result
 
 
+def test_results_that_were_changed_after_the_end_are_not_taken_for_it(checkpoint, prompts, tmp_path):
+    """One probability: as many rows, the same ids."""
+    out = tmp_path / "r.jsonl"
+    run(checkpoint, prompts, out)
+    rows = read_rows(out)
+    rows[2]["skip_probability"] = 0.125
+    write_lines(out, rows)
+    refused(checkpoint, prompts, out, r"was changed after its run had ended \(SHA-256 [0-9a-f]{12}…, the record has")
+
+
 def test_resuming_nothing_is_starting(checkpoint, prompts, tmp_path):
     assert run(checkpoint, prompts, tmp_path / "r.jsonl", resume=True).record.result["resumed_rows"] == 0
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 
 import pytest
 import torch
@@ -11,7 +12,8 @@ from lora_merge.engines import transformers_engine
 from lora_merge.engines.labels import resolve_labels
 from lora_merge.engines.model_files import load_tokenizer
 from lora_merge.engines.prompts import encode, read_prompts
-from lora_merge.engines.protocol import GenerationLimits
+from lora_merge.engines.protocol import Completion, GenerationLimits
+from lora_merge.engines.scores import DecisionScore
 from lora_merge.engines.transformers_engine import TransformersEngine
 from lora_merge.generation.answers import read_answer
 from lora_merge.generation.api import generate_gated
@@ -89,6 +91,32 @@ def test_other_is_counted_and_never_written(two_phase):
     assert not any(row["kept"] or row["text_status"] for row in others)
     assert counts["skip"] + counts["write"] + counts["other"] == counts["rows"] == 120
     assert counts["kept"] + counts["above_threshold"] == counts["write"]
+
+
+class Elsewhere(FakeEngine):
+    """Prompts that the adapter was not trained for: the labels hold a quarter of the probability, no text is JSON."""
+
+    def score(self, prompts, labels, **rest):
+        quarter = math.log(0.25)
+        return [
+            DecisionScore.from_log_probabilities(prompt.id, quarter - 9, quarter, labels.write.token_id, labels)
+            for prompt in prompts
+        ]
+
+    def generate(self, prompts, limits, **rest):
+        return [Completion(prompt.id, (7, 8), "and then", "length") for prompt in prompts]
+
+
+def test_prompts_of_another_kind_are_said_once_and_early(checkpoint, many, tmp_path):
+    said = []
+    generate(checkpoint, many, tmp_path / "r.jsonl", open_engine=lambda *_: Elsewhere(), say=said.append, chunk_size=50)
+    doubts = [text for text in said if text.startswith("warning: ")]
+    assert len(doubts) == 2
+    assert "the two labels hold 0.250 of the probability on average of 50 prompts so far" in doubts[0]
+    assert "120 of 120 texts are no JSON with the text key (120 were cut off at the limit)" in doubts[1]
+    said.clear()
+    generate(checkpoint, many, tmp_path / "usual.jsonl", open_engine=open_fake, say=said.append)
+    assert not [text for text in said if text.startswith("warning: ")]
 
 
 def test_rows_that_cannot_be_used_are_set_aside_and_all_rows_add_up(checkpoint, tmp_path):

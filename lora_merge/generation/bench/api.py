@@ -123,6 +123,8 @@ def bench_engines(
     target = Path(folder) / "parts"
     if Path(folder).is_file():
         raise GenerationError(f"{folder}: is a file; expected a folder as --out")
+    if target.resolve().is_relative_to(Path(model).resolve()):
+        raise GenerationError(f"{folder}: lies in the checkpoint's folder and would change it; give an --out elsewhere")
     place = machine()
     runner = Runner(target, place, resume=options.resume, verbose=verbose, say=say)
     tokenizer = _tokenizer(model)
@@ -171,7 +173,7 @@ def chosen_arms(names: Sequence[str] | None, say: Say = lambda text: None) -> li
     if unknown:
         raise GenerationError(f"arm {unknown[0]!r} is unknown; expected some of {', '.join(known)}")
     wanted = [arm for arm in ARMS if names is None or arm.name in names]
-    if vllm_is_installed():
+    if vllm_is_installed() or all(arm.engine == "hf" for arm in wanted):
         return wanted
     if names is not None and any(arm.engine == "vllm" for arm in wanted):
         raise GenerationError("a vLLM arm was asked for and vLLM is not installed; run: pip install 'lora-merge[vllm]'")
