@@ -2,28 +2,47 @@
 
 from __future__ import annotations
 
+import math
 import os
 import re
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from lora_merge.merging.adapter_settings import LoraSettings
+from lora_merge.merging.folders import read_json
 from verification.errors import VerificationError
 
 if TYPE_CHECKING:
+    from peft import PeftModel
     from torch import Tensor, nn
 
 _MOVING_PARTS = re.compile(r"\b(?:base_model|language_model|model)\.")
 """Name parts that libraries insert and drop between releases."""
 
 
+def expect_unmerged(model: nn.Module) -> None:
+    """A merged adapter is another function: the sum is rounded, and in 4-bit layers quantized again.
+
+    Raises:
+        VerificationError: some adapter of PEFT's is merged into its layers; names the first.
+    """
+    merged = next((name for name, module in model.named_modules() if getattr(module, "merged_adapters", None)), None)
+    if merged is not None:
+        raise VerificationError(
+            f"the adapter is merged into the live model ({merged}), and taking it out again does not bring 4-bit weights back; "
+            "load base and adapter again, then record"
+        )
+
+
 def check_live_adapter(model: nn.Module, adapter_dir: str | os.PathLike[str]) -> None:
-    """Compare every tensor of the saved adapter with the live one, exactly, in the live one's dtype.
+    """Compare every tensor of the saved adapter with the live one, exactly, in the live one's dtype, and what is done with them.
 
     The dtype may be wider in memory (PEFT loads a bfloat16 adapter as float32); the values may not differ.
 
     Raises:
-        VerificationError: the model carries no adapter, several, or one that is switched off, the folder holds none, or a tensor
-            differs; names the tensor.
+        VerificationError: the model carries no adapter, several, or one that is switched off, the folder holds none, or a tensor,
+            a rank, a scaling or a kind of layer differs; names it.
+        MergeError: the saved configuration cannot be read, or its patterns contradict each other.
     """
     from peft import PeftModel, get_peft_model_state_dict
     from safetensors.torch import load_file
@@ -52,6 +71,46 @@ def check_live_adapter(model: nn.Module, adapter_dir: str | os.PathLike[str]) ->
     missing = sorted(set(live) - set(saved))
     if missing:
         raise VerificationError(f"{path}: lacks {missing[0]}, which the live adapter has; save the adapter again")
+    _check_settings(model, active[0], Path(adapter_dir) / "adapter_config.json")
+
+
+def _check_settings(model: PeftModel, adapter: str, path: Path) -> None:
+    """What the saved configuration makes of the tensors must be what the live layers make of them.
+
+    The layers are asked and not the live configuration, which nobody reads once they are made.
+    """
+    from peft.tuners.lora import LoraLayer
+
+    config = read_json(path, "the adapter's configuration")
+    kind = str(getattr(model.peft_config[adapter].peft_type, "value", model.peft_config[adapter].peft_type))
+    if config.get("peft_type") != kind:
+        raise VerificationError(f"{path}: peft_type is {config.get('peft_type')!r}, the live adapter is of type {kind}")
+    if kind != "LORA":
+        return
+    settings = LoraSettings(config, str(path), residual=False)
+    for module, layer in model.get_base_model().named_modules():
+        if not isinstance(layer, LoraLayer) or adapter not in layer.scaling:
+            continue
+        # PEFT's patterns name a parameter by its module, whatever is wrapped around that.
+        parts = (module.replace(".base_layer", ""), getattr(layer, "parameter_name", None))
+        name = ".".join(part for part in parts if part)
+        rank, saved = layer.r[adapter], settings.ranks(name)
+        if rank not in saved:
+            raise _other_setting(path, name, "rank", saved[0], rank)
+        scaling = settings.scaling(name, rank)
+        if not math.isclose(scaling, layer.scaling[adapter], rel_tol=1e-9):
+            raise _other_setting(path, name, "scaling", scaling, layer.scaling[adapter])
+        for flag in ("use_dora", "lora_bias"):
+            live = getattr(layer, flag, {}).get(adapter)
+            if live is not None and bool(live) != bool(config.get(flag)):
+                raise _other_setting(path, name, flag, bool(config.get(flag)), bool(live))
+
+
+def _other_setting(path: Path, module: str, what: str, saved: object, live: object) -> VerificationError:
+    return VerificationError(
+        f"{path}: gives {module} {what} {saved}, in the live model it is {live}; save the adapter as it is, or record with the "
+        "saved one loaded"
+    )
 
 
 def _by_stable_name(tensors: dict[str, Tensor]) -> dict[str, Tensor]:

@@ -66,7 +66,8 @@ def record_reference(
         tokenizer: the one it was trained with.
         prompts: path of a JSON Lines prompt file, its rows as dictionaries, or prompts that are already tokenized.
         out_path: the file to write.
-        adapter_dir: the saved adapter. Its digests go into the header, and its tensors must be those of the live model.
+        adapter_dir: the saved adapter. Its digests go into the header, and its tensors, ranks
+            and scalings must be those of the live model.
         prefill: appended to every prompt that is not already tokenized; what stands before the decision.
         skip_label, write_label: the two answers, each one token after the prefill.
         batch_size: prompts a batch. Batches that the device's memory cannot hold are halved, and the file says to what.
@@ -78,16 +79,17 @@ def record_reference(
     Raises:
         EngineError: a prompt, the BOS or a label is not as it must be.
         NonFiniteScore: the model overflowed; nothing is written.
-        VerificationError: the live adapter is not the one in ``adapter_dir``, or ``out_path`` cannot be written or holds
-            something else than a reference, the prompts even.
+        VerificationError: the live adapter is merged, or not the one in ``adapter_dir``; or ``out_path`` cannot be written, or
+            holds something else than a reference, the prompts even.
         MergeError: the 4-bit layers do not agree on one recipe, or the adapter folder cannot be read.
     """
     from lora_merge.engines.transformers_engine import TransformersEngine
     from lora_merge.merging.recipes import recipe_of
-    from verification.live_adapter import check_live_adapter
+    from verification.live_adapter import check_live_adapter, expect_unmerged
 
     if reason := no_target(out_path, prompts):
         raise VerificationError(reason)
+    expect_unmerged(model)
     made = _as_prompts(prompts, tokenizer, prefill)
     _expect_room(model, made)
     labels = resolve_labels(tokenizer, made, prefill=prefill, skip=skip_label, write=write_label)

@@ -20,6 +20,7 @@ from lora_merge.engines.live_model import LiveModel
 from lora_merge.engines.prompts import rows_from_mappings, token_ids_sha256, tokenize
 from tests.engines.builders import make_model, make_rows, make_tokenizer
 from verification.errors import VerificationError
+from verification.live_adapter import check_live_adapter
 from verification.reference import read_reference, record_reference
 
 ROWS = make_rows(20)
@@ -231,6 +232,86 @@ def test_an_adapter_that_is_not_the_live_one_is_refused(live, tokenizer, adapter
     with pytest.raises(VerificationError, match="no such file"):
         record_reference(live, tokenizer, ROWS, out, adapter_dir=tmp_path / "absent")
     assert not out.exists()
+
+
+@pytest.mark.parametrize(
+    ("changes", "problem"),
+    [
+        ({"lora_alpha": 5}, r"model\.layers\.0\.self_attn\.q_proj scaling 1\.25, in the live model it is 8\.0; save the adapter"),
+        ({"use_rslora": True}, "q_proj scaling 16.0, in the live model it is 8.0"),
+        ({"alpha_pattern": {"down_proj": 4}}, "down_proj scaling 1.0, in the live model it is 8.0"),
+        ({"r": 8, "lora_alpha": 64}, "q_proj rank 8, in the live model it is 4"),
+        ({"rank_pattern": {"layers.1.mlp.down_proj": 2}}, r"layers\.1\.mlp\.down_proj rank 2, in the live model it is 4"),
+        ({"use_dora": True}, "q_proj use_dora True, in the live model it is False"),
+        ({"lora_bias": True}, "q_proj lora_bias True, in the live model it is False"),
+        ({"peft_type": "LOHA"}, "peft_type is 'LOHA', the live adapter is of type LORA"),
+    ],
+)
+def test_a_configuration_that_makes_something_else_of_the_same_tensors_is_refused(
+    changes, problem, live, tokenizer, adapter, tmp_path
+):
+    """Oracle of the scalings: LoRA's alpha / rank and rsLoRA's alpha / sqrt(rank), by hand."""
+    path = adapter / "adapter_config.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), **changes}))
+    with pytest.raises(VerificationError, match=problem):
+        record_reference(live, tokenizer, ROWS, tmp_path / "reference.jsonl", adapter_dir=adapter)
+
+
+def test_a_live_layer_that_was_scaled_is_refused(live, tokenizer, adapter, tmp_path):
+    live.get_base_model().model.layers[1].mlp.down_proj.scale_layer(0.5)
+    with pytest.raises(VerificationError, match=r"layers\.1\.mlp\.down_proj scaling 8\.0, in the live model it is 4\.0"):
+        record_reference(live, tokenizer, ROWS, tmp_path / "reference.jsonl", adapter_dir=adapter)
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"use_rslora": True, "rank_pattern": {"q_proj": 2}, "alpha_pattern": {"layers.0.mlp.down_proj": 3}},
+        {"use_dora": True},
+        {"target_modules": ["q_proj", "embed_tokens"]},
+    ],
+)
+def test_what_peft_saved_is_what_is_live(settings, tokenizer, tmp_path):
+    config = LoraConfig(**{"r": 4, "target_modules": ["q_proj", "down_proj"], "init_lora_weights": False, **settings})
+    model = get_peft_model(make_model("llama"), config)
+    model.save_pretrained(tmp_path / "adapter")
+    out = tmp_path / "reference.jsonl"
+    assert record_reference(model, tokenizer, ROWS[:2], out, adapter_dir=tmp_path / "adapter").adapter is not None
+
+
+def test_layers_around_parameters_are_compared_by_the_names_that_patterns_have(tmp_path):
+    """PEFT wraps two parameters of one module one around the other; oracle: the scalings it made of these patterns."""
+    from transformers import AutoModelForCausalLM, Qwen3MoeConfig
+
+    sizes = {"hidden_size": 32, "intermediate_size": 32, "moe_intermediate_size": 16, "head_dim": 16, "vocab_size": 64}
+    counts = {"num_hidden_layers": 1, "num_attention_heads": 2, "num_key_value_heads": 2, "num_experts": 4}
+    config = LoraConfig(
+        r=4,
+        lora_alpha=8,
+        target_modules=[],
+        target_parameters=["mlp.experts.gate_up_proj", "mlp.experts.down_proj"],
+        rank_pattern={"experts.gate_up_proj": 2},
+        alpha_pattern={"experts.down_proj": 20},
+        init_lora_weights=False,
+    )
+    model = get_peft_model(AutoModelForCausalLM.from_config(Qwen3MoeConfig(**sizes, **counts)), config)
+    outer = model.get_base_model().model.layers[0].mlp.experts
+    assert {layer.parameter_name: layer.scaling["default"] for layer in (outer, outer.base_layer)} == {
+        "gate_up_proj": 8 / 2,
+        "down_proj": 20 / 4,
+    }
+    model.save_pretrained(tmp_path)
+    check_live_adapter(model, tmp_path)
+    outer.base_layer.scale_layer(2)
+    with pytest.raises(VerificationError, match=r"mlp\.experts\.gate_up_proj scaling 4\.0, in the live model it is 8\.0"):
+        check_live_adapter(model, tmp_path)
+
+
+@pytest.mark.parametrize("named", [True, False])
+def test_a_merged_adapter_is_refused(named, live, tokenizer, adapter, tmp_path):
+    live.merge_adapter()
+    with pytest.raises(VerificationError, match=r"is merged into the live model \(.*q_proj\).*; load base and adapter"):
+        record_reference(live, tokenizer, ROWS, tmp_path / "a.jsonl", adapter_dir=adapter if named else None)
 
 
 def test_an_adapter_with_other_tensors_is_refused(live, tokenizer, tmp_path):
