@@ -36,8 +36,8 @@ def check_expected(
         target, source = next(iter(ties.architecture.ties.items()))
         raise MergeError(
             f"base {ties.base.folder.source}: the adapter changes one of {source}, {target} and not all that are tied to it, "
-            f"so that {TIE_FLAG} had to become false, but {type(before).__name__} {reason}; no checkpoint of this class holds "
-            "the merge: train it without these modules, or with ensure_weight_tying"
+            f"so that {TIE_FLAG} had to become false, but {type(before).__name__} {reason}: train the adapter "
+            "without these modules; trained rows of the input embedding (trainable_token_indices) stay tied and can be merged"
         )
     wanted = {name: tuple(tensor.shape) for name, tensor in after.state_dict().items()}
     follows = {

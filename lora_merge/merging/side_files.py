@@ -24,6 +24,7 @@ MANIFEST_FILE = "merge_manifest.json"
 CARD_FILE = "README.md"
 CONFIG_FILE = "config.json"
 TIE_FLAG = "tie_word_embeddings"
+TIE_FLAG_OF_LFM2 = "tie_embedding"
 # What the merged checkpoint has of its own, and what belongs to a repository rather than to a model.
 _NEVER_COPIED = (CARD_FILE, MANIFEST_FILE, CONFIG_FILE, INDEX_FILE, ".gitattributes", ".gitignore")
 
@@ -104,6 +105,8 @@ def _config(base: Checkpoint, changes: ConfigChanges) -> SideFile:
     if changes.untied:
         _set_everywhere(config, TIE_FLAG, False)
         _untie_parts(config)
+        if config.get(TIE_FLAG_OF_LFM2):
+            config[TIE_FLAG_OF_LFM2] = False
     if changes.vocabulary is not None:
         _set_everywhere(config, "vocab_size", changes.vocabulary)
     if config == base.config:

@@ -81,6 +81,13 @@ def described_pictures() -> Any:
     return transformers.VisionEncoderDecoderModel(config)
 
 
+def liquid() -> Any:
+    """Checkpoints of LFM2 have a flag of their own."""
+    config = transformers.Lfm2Config(**TEXT, layer_types=["conv", "full_attention"])
+    config.tie_embedding = True
+    return transformers.Lfm2ForCausalLM(config)
+
+
 MODELS: dict[str, Callable[[], Any]] = {
     "opt": lambda: transformers.OPTForCausalLM(transformers.OPTConfig(**OPT)),
     "bart": lambda: transformers.BartForConditionalGeneration(transformers.BartConfig(**TWO)),
@@ -92,6 +99,7 @@ MODELS: dict[str, Callable[[], Any]] = {
     "whisper": lambda: transformers.WhisperForConditionalGeneration(transformers.WhisperConfig(**{**TWO, **MEL})),
     "zamba2": lambda: transformers.Zamba2ForCausalLM(transformers.Zamba2Config(**{**SIZE, **ZAMBA})),
     "gpt2-under-vit": described_pictures,
+    "lfm2": liquid,
     "gemma3": lambda: transformers.Gemma3ForCausalLM(
         transformers.Gemma3TextConfig(**TEXT, head_dim=16, sliding_window=16, tie_word_embeddings=True)
     ),
@@ -119,6 +127,7 @@ MERGED: list[tuple[str, Kind]] = [
     ("mamba", Kind({"target_modules": ["in_proj"]}, **RESIZED)),
     ("neox", Kind({"target_modules": ["query_key_value", "embed_in"]})),
     ("neox", Kind({"target_modules": ["query_key_value", "lm_head"]})),
+    ("lfm2", Kind({"target_modules": ["q_proj", "embed_tokens"]})),
     ("whisper", Kind({"target_modules": ["q_proj", "proj_out"]})),
     ("zamba2", Kind({"target_modules": ["in_proj", "embed_tokens"]})),
     ("zamba2", Kind({"target_modules": ["q_proj"]})),
