@@ -41,7 +41,7 @@ class Architecture:
     @cached_property
     def model_types(self) -> frozenset[str]:
         """The model types that the base's configuration names, its parts' included; answered without building."""
-        return frozenset(_model_types(self.base.config))
+        return frozenset(model_types(self.base.config))
 
     @cached_property
     def ties(self) -> Mapping[str, str]:
@@ -112,12 +112,13 @@ class Architecture:
             )
 
 
-def _model_types(config: Mapping[str, Any]) -> Iterator[str]:
+def model_types(config: Mapping[str, Any]) -> Iterator[str]:
+    """The model types that a configuration names, its parts' included."""
     for key, value in config.items():
         if key == "model_type" and isinstance(value, str):
             yield value
         elif isinstance(value, dict):
-            yield from _model_types(value)
+            yield from model_types(value)
 
 
 def _model_without_data(base: Checkpoint, trust_remote_code: bool, changed: Mapping[str, Any] | None = None) -> Any:

@@ -7,6 +7,7 @@ from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 from lora_merge.merging.adapter import Adapter
+from lora_merge.merging.architecture import model_types
 from lora_merge.merging.module_folders import folders_left_behind
 from lora_merge.merging.plan import ORIGINAL_WEIGHTS, MergePlan
 from lora_merge.merging.recipes import known_recipe, read_recipe
@@ -18,6 +19,9 @@ if TYPE_CHECKING:
     from lora_merge.merging.api import MergeOptions
 
 _SETTINGS = ("quant_type", "double_quant", "block_size", "quant_dtype")
+TIED_IN_VLLM = frozenset("cohere cohere2 cohere2_moe gemma2 gemma3n gemma3n_text whisper zamba2".split())
+"""Model types whose head vLLM computes from the input embedding whatever ``tie_word_embeddings`` says; source: vLLM 0.32."""
+
 _ABBREVIATED_COMMIT = re.compile(r"[0-9a-f]{7,40}")
 
 
@@ -29,6 +33,11 @@ def cautions(plan: MergePlan, options: MergeOptions) -> Iterator[str]:
     for adapter in plan.adapters:
         yield from _revision(adapter, plan, options.revision)
     yield from cautions_on_sets(plan.base.folder, [adapter.folder for adapter in plan.adapters])
+    if plan.untied and (kinds := TIED_IN_VLLM & set(model_types(plan.base.config))):
+        yield (
+            f"head and embedding are no longer equal, and vLLM keeps them one for {min(kinds)}: it refuses the merged checkpoint "
+            "or decides otherwise; run it in Transformers, or train without embedding and head"
+        )
     found = tokens_without_row(plan)
     if found is not None:
         yield found.message

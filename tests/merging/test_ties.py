@@ -7,6 +7,7 @@ other; and for what is taken for granted without building a class, the source of
 from __future__ import annotations
 
 import ast
+import importlib.util
 import json
 import re
 import subprocess
@@ -20,7 +21,8 @@ import torch
 import transformers
 from safetensors.torch import load_file, save_file
 
-from lora_merge.merging.api import merge
+from lora_merge.merging.api import MergeOptions, merge, plan_merge
+from lora_merge.merging.cautions import TIED_IN_VLLM, cautions
 from lora_merge.merging.errors import MergeError
 from lora_merge.merging.tying import SHARED_LAYERS
 from tests.merging.kinds import PIXELS, TEXT, TOKENS, Kind, train
@@ -238,6 +240,26 @@ def test_a_head_of_its_own_under_a_class_that_always_ties(base: Callable[[str], 
     live, chosen = trained(own, "t5", Kind({"target_modules": ["q", "lm_head"]}), tmp_path / "adapter")
     merged = assert_merge_is_live(own, tmp_path / "adapter", live, chosen, tmp_path / "out", BOTH)
     assert_loads(merged, chosen)
+
+
+def test_vllm_is_said_to_keep_tied_what_it_keeps_tied(base: Callable[[str], Path], tmp_path: Path) -> None:
+    """Oracle: the source of vLLM's models, of which those that tie by the configuration read the flag."""
+    for family, settings, said in (
+        ("whisper", {"target_modules": ["q_proj", "proj_out"]}, True),
+        ("whisper", {"target_modules": ["q_proj"]}, False),
+        ("gemma3", {"target_modules": ["q_proj", "lm_head"]}, False),
+    ):
+        adapter = tmp_path / f"{family}-{len(settings['target_modules'])}"
+        trained(base(family), family, Kind(settings), adapter)
+        found = [line for line in cautions(plan_merge(base(family), adapter), MergeOptions()) if "vLLM" in line]
+        assert bool(found) == said
+    spec = importlib.util.find_spec("vllm")
+    assert spec is not None and spec.origin is not None
+    models = Path(spec.origin).parent / "model_executor" / "models"
+    files = {"cohere": "commandr", "cohere2": "commandr", "gemma3n_text": "gemma3n", "gemma3": "gemma3", "opt": "opt"}
+    for kind in [*TIED_IN_VLLM, "gemma3", "opt", "llama", "qwen2", "gpt2"]:
+        source = (models / f"{files.get(kind, kind)}.py").read_text(encoding="utf-8")
+        assert ("tie_word_embeddings" not in source) == (kind in TIED_IN_VLLM), kind
 
 
 def test_only_known_classes_tie_inside_numbered_layers() -> None:
