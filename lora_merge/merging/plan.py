@@ -98,7 +98,7 @@ class MergePlan:
         method: ``"from-4bit"``, ``"from-8bit"`` (a base that bitsandbytes stored in 8 bit) or ``"original-weights"``.
         recipe: the quantization recipe of ``"from-4bit"``, else None.
         packing: how lora_B of fused experts was read; see :data:`~lora_merge.merging.factors.PACKINGS`.
-        untied: whether head and embedding stop being one tensor.
+        untied: whether tied weights stopped being equal, so that nothing is tied any more.
         shards: the weight files.
         side_files: configuration, tokenizer and the rest.
     """

@@ -55,7 +55,7 @@ class ConfigChanges:
 
     Attributes:
         dtype: the output's floating type; None keeps what is there.
-        untied: whether head and embedding stopped being one tensor.
+        untied: whether tied weights stopped being equal.
         vocabulary: rows of a resized vocabulary, else None.
     """
 
