@@ -21,7 +21,7 @@ from lora_merge.merging.quantization import RECIPE_FIELDS, QuantRecipe
 from lora_merge.merging.side_files import MANIFEST_FILE
 from verification.checks import Check, Outcome
 from verification.errors import Inconclusive
-from verification.names import commit_of, model_name, same_model
+from lora_merge.merging.model_names import commit_of, model_name, same_model
 from verification.recipe_checks import live_recipe, recipe_findings, recorded_recipe
 from verification.reference_file import Reference
 

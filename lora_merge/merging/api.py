@@ -21,6 +21,7 @@ from lora_merge.merging.digests import adapter_digests, adapter_identity, file_d
 from lora_merge.merging.errors import MergeError
 from lora_merge.merging.factors import PACKINGS, PEFT_PACKING
 from lora_merge.merging.folders import resolve_folder
+from lora_merge.merging.lineage import check_lineage
 from lora_merge.merging.manifest import Artifact, MergeManifest, environment
 from lora_merge.merging.plan import MergePlan, make_plan
 from lora_merge.merging.recipes import shared_recipe
@@ -103,6 +104,7 @@ def plan_merge(base: str | os.PathLike[str], adapter: Adapters, options: MergeOp
     folders = [resolve_folder(os.fspath(source), "adapter", ignore=_ADAPTER_IGNORE) for source in sources]
     checkpoint = read_checkpoint(base_folder)
     loaded = tuple(read_adapter(folder, base_is_residual=options.base_is_residual) for folder in folders)
+    check_lineage(checkpoint, loaded)
     given = [*options.recipe] + (["quant_config"] if options.quant_config is not None else [])
     if given and not options.from_4bit:
         raise MergeError(f"{given[0]} was given, but the merge goes into the original weights; set from_4bit=True")

@@ -46,7 +46,13 @@ class Architecture:
     @cached_property
     def ties(self) -> Mapping[str, str]:
         """The weights that the class ties: tensor -> the one that it is tied to, by the class's names."""
-        ties: dict[str, str] = dict(self.model.all_tied_weights_keys)
+        known = getattr(self.model, "all_tied_weights_keys", None)
+        if known is None:
+            raise MergeError(
+                f"base {self.base.folder.source}: its class {type(self.model).__name__} does not tell which weights it ties, as "
+                "those of transformers do"
+            )
+        ties: dict[str, str] = dict(known)
         return {target: ties.get(source, source) for target, source in ties.items()}
 
     @cached_property
@@ -69,7 +75,15 @@ class Architecture:
 
     def computes_with(self, setting: str) -> bool:
         """Whether a forward pass of the model asks the configuration for ``setting``."""
-        return any(setting in inspect.getsource(kind.forward) for kind in {type(module) for module in self.model.modules()})
+        for kind in {type(module) for module in self.model.modules()}:
+            try:
+                if setting in inspect.getsource(kind.forward):
+                    return True
+            except (OSError, TypeError) as error:
+                raise MergeError(
+                    f"base {self.base.folder.source}: what {kind.__name__} of its class does with {setting} cannot be read: {error}"
+                ) from error
+        return False
 
     def _weight_of(self, get: Any) -> str | None:
         try:

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from lora_merge.merging.adapter import Adapter
 from lora_merge.merging.architecture import model_types
+from lora_merge.merging.lineage import lineage_cautions
 from lora_merge.merging.module_folders import folders_left_behind
 from lora_merge.merging.plan import ORIGINAL_WEIGHTS, MergePlan
 from lora_merge.merging.recipes import known_recipe, read_recipe
@@ -30,6 +31,7 @@ def cautions(plan: MergePlan, options: MergeOptions) -> Iterator[str]:
     for adapter in plan.adapters if plan.method == ORIGINAL_WEIGHTS else ():
         yield from _quantized_training(adapter)
     yield from _recipe(plan, options.recipe)
+    yield from lineage_cautions(plan.base, plan.adapters)
     for adapter in plan.adapters:
         yield from _revision(adapter, plan, options.revision)
     yield from cautions_on_sets(plan.base.folder, [adapter.folder for adapter in plan.adapters])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -77,7 +78,7 @@ _FLAGS = {"block_size": "--blocksize"}
 )
 @click.option("--jobs", type=click.IntRange(min=1), metavar="N", help="Worker threads.  [default: one a core]")
 @click.option("--overwrite", is_flag=True, help="Replace an earlier merge at OUT, at the very end.")
-@click.option("--dry-run", is_flag=True, help="Print the plan, say what would be refused, and write nothing.")
+@click.option("--dry-run", is_flag=True, help="Print the plan, say what would be refused (exit 1), and write nothing.")
 @click.option("--revision", metavar="R", help="Revision of a base on the hub.")
 @click.option("--trust-remote-code", is_flag=True, help="Let Python code in the base run to build its architecture.")
 @click.option("--format", "output_format", type=click.Choice(["human", "json"]), default="human", show_default=True)
@@ -110,8 +111,11 @@ def main(base: str, adapters: tuple[str, ...], out: str, dry_run: bool, output_f
     for line in () if quiet else notes(plan):
         note(line)
     if dry_run:
-        _print_plan(plan, options, list(api.obstacles(plan, out, options)), output_format)
-        return
+        obstacles = list(api.obstacles(plan, out, options))
+        _print_plan(plan, options, obstacles, output_format)
+        for obstacle in obstacles:
+            warn(f"this merge would be refused: {obstacle}")
+        sys.exit(1 if obstacles else 0)
     if not quiet:
         note(_intention(plan))
     with progress_bar("merging", api.total_bytes(plan), unit="bytes", quiet=quiet) as progress:
@@ -188,8 +192,6 @@ def _print_plan(plan: MergePlan, options: MergeOptions, obstacles: list[str], ou
     import json
 
     jobs = options.jobs or os.cpu_count() or 1
-    for obstacle in obstacles:
-        warn(f"this merge would be refused: {obstacle}")
     if output_format == "json":
         click.echo(json.dumps({**plan.to_json(jobs), "obstacles": obstacles}, indent=2))
         return

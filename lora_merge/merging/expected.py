@@ -5,12 +5,47 @@ Only an output that stops tying weights, or whose vocabulary was resized, can di
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
 
+from lora_merge.merging.adapter import Adapter
 from lora_merge.merging.errors import MergeError
 from lora_merge.merging.side_files import TIE_FLAG
 from lora_merge.merging.tying import Ties
+from lora_merge.merging.updates import ReplaceRows
+
+if TYPE_CHECKING:
+    from lora_merge.merging.placement import Change
+
+_WITH_HEAD = ("CAUSAL_LM", "SEQ_2_SEQ_LM")
+
+
+def check_head(ties: Ties, adapters: Sequence[Adapter], changes: Mapping[str, Change]) -> None:
+    """Raise where the base was saved without a head that training tied to its embedding, and the embedding changes alone.
+
+    The class that was trained would load the output and tie its head to the new embedding.
+    """
+    if not ties.concern(changes) or ties.architecture.head is not None:
+        return
+    change, model = changes.get(ties.embedding or ""), ties.architecture.model
+    if change is None or not (_is_moved(change) and model.config.get_text_config().tie_word_embeddings):
+        return
+    modules = {name for name, _ in model.named_modules()}
+    for adapter in adapters:
+        task = adapter.config.get("task_type")
+        if task in _WITH_HEAD or (task is None and any(pair.module not in modules for pair in adapter.pairs)):
+            raise MergeError(
+                f"base {ties.base.folder.source}: is saved as {type(model).__name__}, without the output head that is tied to its "
+                f"embedding, which {adapter.folder.source} changes without the head; save the base with the class that was trained "
+                "and merge into that"
+            )
+
+
+def _is_moved(change: Change) -> bool:
+    """Whether a tensor becomes another than what is tied to it: rows and a resize are shared."""
+    if change.replacement is not None and change.replacement.trained:
+        return True
+    return not all(isinstance(operation, ReplaceRows) for operation in change.operations)
 
 
 def new_vocabulary(resized: Mapping[str, int]) -> int | None:

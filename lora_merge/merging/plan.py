@@ -18,7 +18,7 @@ from lora_merge.merging.checkpoint import Checkpoint
 from lora_merge.merging.completeness import check_complete
 from lora_merge.merging.dtypes import BY_TORCH_NAME, FLOATING, DType
 from lora_merge.merging.errors import MergeError
-from lora_merge.merging.expected import check_expected, new_vocabulary
+from lora_merge.merging.expected import check_expected, check_head, new_vocabulary
 from lora_merge.merging.experts import is_expert_layer
 from lora_merge.merging.factors import PEFT_PACKING
 from lora_merge.merging.modules import QuantizedTensor, quantized_tensors
@@ -218,6 +218,7 @@ def make_plan(
         check_complete(adapter, base.tensors, architecture)
     changes = placement.changes
     settled = settle(ties, changes, Change)
+    check_head(ties, adapters, changes)
     vocabulary = new_vocabulary(placement.resized)
     quantized: Mapping[str, QuantizedTensor] = {}
     if recipe is not None and stored.decoders:

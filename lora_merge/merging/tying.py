@@ -90,11 +90,11 @@ class Ties:
         if not self.concern([wanted]):
             return None
         try:
-            aliases = {alias: name for group in self.groups for name in group.names for alias in self._aliases[name]}
+            names, aliases = self._tied_names
         except MergeError:
             # A class that cannot be built explains no name, and the name is the error to be told.
             return None
-        found = NameMap.of(aliases).find(wanted)
+        found = names.find(wanted)
         return aliases[found] if found is not None else None
 
     def group_of(self, name: str) -> TieGroup | None:
@@ -149,6 +149,12 @@ class Ties:
     @cached_property
     def _stored_names(self) -> NameMap:
         return NameMap.of(self.tensors, ClassNames(self.architecture))
+
+    @cached_property
+    def _tied_names(self) -> tuple[NameMap, Mapping[str, str]]:
+        """What tied tensors are called by the base and by the class -> the base's name."""
+        aliases = {alias: name for group in self.groups for name in group.names for alias in self._aliases[name]}
+        return NameMap.of(aliases), aliases
 
     @cached_property
     def _aliases(self) -> dict[str, tuple[str, ...]]:

@@ -122,12 +122,18 @@ def test_every_adapter_is_looked_at_on_its_way_into_the_original_weights(place):
 FOUR_BIT = ["unsloth/llama-3.2-1b-unsloth-bnb-4bit", "someone/model-NF4", "/models/Model-4bit/", "a/B-GPTQ-Int4", "x/y-w4a16"]
 
 
+def apart_from_names(result) -> list[str]:
+    """The lines on standard error without the one on a base of another name, which these tests give."""
+    return [line for line in result.stderr.splitlines() if "has another name" not in line]
+
+
 @pytest.mark.parametrize("name", [*FOUR_BIT, "unsloth/llama-3-8b-bnb-4bit"])
 def test_names_that_say_4_bit(name, place):
     configure(place.one, base_model_name_or_path=name)
     result = place.run(adapters=1)
-    assert result.exit_code == 0 and len(result.stderr.splitlines()) == 1
-    assert name in result.stderr and "merged into the original weights" in result.stderr and "--from-4bit" in result.stderr
+    assert result.exit_code == 0
+    (line,) = apart_from_names(result)
+    assert name in line and "merged into the original weights" in line and "--from-4bit" in line
 
 
 @pytest.mark.parametrize(
@@ -135,7 +141,7 @@ def test_names_that_say_4_bit(name, place):
 )
 def test_names_that_do_not(name, place):
     configure(place.one, base_model_name_or_path=name)
-    assert place.run(adapters=1).stderr == ""
+    assert apart_from_names(place.run(adapters=1)) == []
 
 
 EIGHT_BIT = {
@@ -202,4 +208,4 @@ def test_revision_of_another_base_or_of_a_folder(place):
     """Nothing can be compared; a folder is what somebody put there."""
     for name in ("someone/other", str(place.base)):
         configure(place.one, base_model_name_or_path=name, revision=SECOND)
-        assert place.run(adapters=1).stderr == ""
+        assert apart_from_names(place.run(adapters=1)) == []

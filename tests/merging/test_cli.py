@@ -65,7 +65,7 @@ def test_dry_run_says_what_the_merge_would_refuse(bases, adapters, tmp_path, mon
 
     for target, message in ((out, "--overwrite"), (file, "is no folder"), (file / "out", f"{file} is a file"), (base, "base")):
         dry, real = both("--out", target)
-        assert (dry.exit_code, real.exit_code) == (0, 1), target
+        assert (dry.exit_code, real.exit_code) == (1, 1), target
         (obstacle,) = json.loads(dry.stdout)["obstacles"] if target != base else json.loads(dry.stdout)["obstacles"][:1]
         assert real.stderr == f"error: {obstacle}\n" and message in obstacle
         assert f"warning: this merge would be refused: {obstacle}\n" in dry.stderr
@@ -78,7 +78,7 @@ def test_dry_run_says_what_the_merge_would_refuse(bases, adapters, tmp_path, mon
         monkeypatch.setattr(shutil, "disk_usage", lambda folder, free=free: shutil._ntuple_diskusage(free, 0, free))
         dry, real = both("--out", tmp_path / f"disk-{refused}")
         assert ([f"needs {needed:,} bytes" in entry for entry in json.loads(dry.stdout)["obstacles"]]) == [True] * refused
-        assert real.exit_code == refused
+        assert real.exit_code == dry.exit_code == refused
     monkeypatch.undo()
 
     monkeypatch.setattr(os, "access", lambda folder, mode: False)

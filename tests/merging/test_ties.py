@@ -195,6 +195,20 @@ def test_what_no_checkpoint_of_the_class_holds_is_refused(
     assert "\n" not in str(refused.value) and not (tmp_path / "out").exists()
 
 
+def test_a_base_that_was_saved_without_its_tied_head(base: Callable[[str], Path], tmp_path: Path) -> None:
+    """The headed class would tie its head to the changed embedding. What leaves the tie alone merges as ever."""
+    chosen = transformers.Gemma3ForCausalLM
+    chosen.from_pretrained(base("gemma3"), dtype=torch.bfloat16).model.save_pretrained(tmp_path / "headless")
+    for name, settings in (("moved", ["q_proj", "embed_tokens"]), ("left", ["q_proj"])):
+        trained(base("gemma3"), "gemma3", Kind({"target_modules": settings}), tmp_path / name)
+    with pytest.raises(MergeError, match="saved as Gemma3TextModel, without the output head"):
+        merge(tmp_path / "headless", tmp_path / "moved", tmp_path / "out")
+    merge(tmp_path / "headless", tmp_path / "left", tmp_path / "out")
+    rows = Kind({"target_modules": ["q_proj"], "trainable_token_indices": [3, 9]})
+    live, _ = trained(base("gemma3"), "gemma3", rows, tmp_path / "rows")
+    assert_merge_is_live(tmp_path / "headless", tmp_path / "rows", live, chosen, tmp_path / "second")
+
+
 @pytest.mark.parametrize("names", [{"embed_tokens": [3, 9], "lm_head": [9]}, {"embed_tokens": [3, 9], "q_proj": [3, 9]}])
 def test_rows_that_are_not_those_of_a_tied_module_are_missed(
     names: dict[str, list[int]], base: Callable[[str], Path], tmp_path: Path

@@ -84,6 +84,8 @@ class Place:
 def place(bases: Callable[..., Path], adapters: Callable[..., Path], tmp_path: Path) -> Place:
     shutil.copytree(bases("llama"), tmp_path / "base")
     shutil.copytree(adapters("llama"), tmp_path / "adapter")
+    settings = tmp_path / "adapter" / "adapter_config.json"  # names the base where it was made
+    settings.write_text(json.dumps({**json.loads(settings.read_text()), "base_model_name_or_path": str(tmp_path / "base")}))
     return Place(tmp_path)
 
 
