@@ -46,11 +46,12 @@ def main(
     """
     quiet_libraries()
     from verification.audit_api import AuditOptions, audit_merge
+    from verification.errors import verdict_expected
     from verification.sources import SourceOptions
 
     sources = SourceOptions(recipe=recipe_options(given), **{name: given[name] for name in given if name not in RECIPE_SETTINGS})
     options = AuditOptions(sources, method, trust_remote_code, jobs)  # type: ignore[arg-type]  # click checked the choice
-    with progress_bar("auditing", _weight_bytes(merged), unit="bytes", quiet=quiet) as progress:
+    with verdict_expected(), progress_bar("auditing", _weight_bytes(merged), unit="bytes", quiet=quiet) as progress:
         result = audit_merge(merged, options, progress)
     if output_format == "json":
         checks = [check.to_json() for check in result.findings]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import re
 import sys
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
@@ -28,6 +29,13 @@ class _Share(click.FloatRange):
         if number != number:
             self.fail(f"{value} is no number", param, ctx)
         return number
+
+
+def _device(context: click.Context, parameter: click.Parameter, value: str) -> str:
+    """A device by a name that can be one; whether this machine has it is found out later, and is not wrong usage."""
+    if re.fullmatch(r"auto|cpu|cuda(:\d+)?", value) is None:
+        raise click.BadParameter(f"{value!r} is none of auto, cpu, cuda and cuda:1", context, parameter)
+    return value
 
 
 _SHARE = _Share(0, 1, min_open=True, max_open=True)
@@ -97,7 +105,7 @@ _SETTINGS: dict[str, Any] = {"help_option_names": ["-h", "--help"], "max_content
 @click.option("--split", is_flag=True, help="Also measure in float32 arithmetic, to tell merge drift from engine drift.")
 @click.option("--engine", type=click.Choice(["auto", "hf", "vllm"]), default="auto", show_default=True, help="Of generation.")
 @click.option("--dtype", type=click.Choice(["auto", *FLOAT_TYPES]), default="auto", show_default=True, help="Of the engine.")
-@click.option("--device", default="auto", show_default=True, help="Of Transformers: auto, cpu or cuda.")
+@click.option("--device", callback=_device, default="auto", show_default=True, help="Of Transformers: auto, cpu, cuda or cuda:1.")
 @click.option("--tensor-parallel-size", type=click.IntRange(min=1), metavar="N", help="vLLM's own.")
 @click.option("--max-model-len", type=click.IntRange(min=1), metavar="N", help="vLLM's own.")
 @click.option("--gpu-memory-utilization", type=_SHARE, metavar="SHARE", help="vLLM's own.")
@@ -134,11 +142,12 @@ def main(context: click.Context, /, output_format: str, quiet: bool, verbose: bo
         raise click.UsageError("--reference and --record-reference exclude each other: one is read instead of the other written")
     quiet_libraries(verbose)
     from verification.api import verify_skip_drift
-    from verification.errors import Interrupted
+    from verification.errors import Interrupted, verdict_expected
 
     options = _verify_options(settings)
     try:
-        verdict = verify_skip_drift(settings["merged"], settings["prompts"], options, _terminal_stages(quiet))
+        with verdict_expected():
+            verdict = verify_skip_drift(settings["merged"], settings["prompts"], options, _terminal_stages(quiet))
     except KeyboardInterrupt:
         raise Interrupted("interrupted before there was a verdict: nothing is certified; run it again") from None
     _finish(verdict, output_format)
@@ -156,10 +165,13 @@ def judge_command(drift_file: str, report: str | None, sign_key: str | None, out
     Exit codes as for measuring.
     """
     from verification.api import judge_again
+    from verification.errors import verdict_expected
 
     if sign_key is not None and report is None:
         raise click.UsageError("--sign-key signs the certificate, which only --report writes")
-    _finish(judge_again(drift_file, _limits(limits), report, sign_key), output_format)
+    with verdict_expected():
+        verdict = judge_again(drift_file, _limits(limits), report, sign_key)
+    _finish(verdict, output_format)
 
 
 def _verify_options(settings: dict[str, Any]) -> VerifyOptions:

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import contextlib
+import sys
+import traceback
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, ClassVar
 
 from lora_merge.errors import EXIT_INCONCLUSIVE, EXIT_INTERRUPTED, UserError
@@ -32,3 +35,22 @@ class Interrupted(UserError):
     """Somebody stopped the run (Ctrl-C, SIGTERM) before there was a verdict."""
 
     exit_code: ClassVar[int] = EXIT_INTERRUPTED
+
+
+@contextlib.contextmanager
+def verdict_expected() -> Iterator[None]:
+    """Around whatever should end in a verdict: ending without one is inconclusive.
+
+    Exit code 1 says that a merge is wrong, and nobody knows that here, be it the user's mistake or, with its traceback, ours.
+    """
+    try:
+        yield
+    except (Inconclusive, Interrupted):
+        raise
+    except UserError as error:
+        raise Inconclusive(str(error)) from error
+    except PermissionError as error:
+        raise Inconclusive(f"{error.filename}: {error.strerror}; ask for access or name another") from error
+    except Exception:
+        traceback.print_exc()
+        sys.exit(EXIT_INCONCLUSIVE)

@@ -21,24 +21,42 @@ from verification.whole_file import write_whole
 VERDICT_FILE = "drift.json"
 JUNIT_FILE = "junit.xml"
 FILES = (CERTIFICATE_FILE, VERDICT_FILE, MEASUREMENT_FILE, JUNIT_FILE)
+_MARKS = {
+    CERTIFICATE_FILE: b"in-toto",  # in the type of a statement and of an envelope
+    VERDICT_FILE: b'"lora-merge/verdict"',
+    MEASUREMENT_FILE: b'"lora-merge/drift"',
+    JUNIT_FILE: b'"verify-skip-drift"',
+}
+_ENOUGH = 1 << 24
 
 
 def clear(folder: Path) -> None:
     """Make ``folder`` and remove the files of an earlier run; anything else in it stays.
 
     Raises:
-        VerificationError: it cannot be written to.
+        VerificationError: it cannot be written to, or a file that another tool wrote has a name of ours.
     """
     if folder.exists() and not folder.is_dir():
         raise VerificationError(f"report folder {folder}: is a file; expected a folder, choose another --report")
     try:
         folder.mkdir(parents=True, exist_ok=True)
+        foreign = next((name for name in FILES if (folder / name).exists() and not _is_ours(folder / name)), None)
+        if foreign is not None:
+            raise VerificationError(
+                f"report folder {folder}: its {foreign} is not of an earlier run and would be replaced; choose another --report"
+            )
         for name in FILES:
             (folder / name).unlink(missing_ok=True)
     except OSError as error:
         raise VerificationError(
             f"report folder {folder}: cannot be used: {error.strerror or error}; choose another --report"
         ) from error
+
+
+def _is_ours(path: Path) -> bool:
+    """Whether the file says what kind it is, as all that are written here do within their first megabytes."""
+    with path.open("rb") as file:
+        return _MARKS[path.name] in file.read(_ENOUGH)
 
 
 def write(folder: Path, verdict: Verdict, measurements: Measurements | None, sign_key: str | os.PathLike[str] | None) -> None:

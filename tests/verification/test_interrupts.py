@@ -21,7 +21,7 @@ def test_an_interrupt_is_one_line_and_leaves_no_certificate(place: Path, number:
     """A certificate of an earlier run is gone too: the run that was to replace it said nothing."""
     report = place / "merged-report"
     report.mkdir()
-    (report / "gate.intoto.json").write_text("of an earlier run")
+    (report / "gate.intoto.json").write_text('{"_type": "https://in-toto.io/Statement/v1"}')
     command = [sys.executable, "-c", "from verification.cli import main; main()", "--merged", str(place / "merged")]
     command += ["--prompts", str(place / "prompts.jsonl"), "--engine", "hf", "--device", "cpu"]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}

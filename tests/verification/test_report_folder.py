@@ -8,6 +8,8 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
+from cryptography.hazmat.primitives.serialization import Encoding, NoEncryption, PrivateFormat
 
 from tests.verification.builders import ordinary
 from verification import report_folder
@@ -35,6 +37,33 @@ def test_a_full_disk_leaves_nothing_half_written(tmp_path: Path) -> None:
     with full_disk(), pytest.raises(VerificationError, match="cannot be written"):
         report_folder.write(tmp_path, verdict, measured, None)
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_run_replaces_what_an_earlier_one_left_and_nothing_else(tmp_path: Path) -> None:
+    """Every file of a run is known for one; a CI's own report of the same name is not taken away, and nothing beside it."""
+    measured = ordinary()
+    (tmp_path / "notes.txt").write_text("of somebody else")
+    report_folder.write(tmp_path, judge(measured, Limits()), measured, None)
+    assert {path.name for path in tmp_path.iterdir()} == {*report_folder.FILES, "notes.txt"}
+    report_folder.clear(tmp_path)
+    assert [path.name for path in tmp_path.iterdir()] == ["notes.txt"]
+    report_folder.write(tmp_path, judge(measured, Limits()), measured, _key(tmp_path / "gate.key"))
+    assert "payloadType" in (tmp_path / "gate.intoto.json").read_text()
+    report_folder.clear(tmp_path)
+    assert not (tmp_path / "gate.intoto.json").exists()
+    report_folder.write(tmp_path, judge(measured, Limits()), measured, None)
+    for name in report_folder.FILES:
+        ours = (tmp_path / name).read_bytes()
+        (tmp_path / name).write_text('<testsuite name="pytest"/> or {"drift": 5}')
+        with pytest.raises(VerificationError, match=f"its {name} is not of an earlier run and would be replaced"):
+            report_folder.clear(tmp_path)
+        (tmp_path / name).write_bytes(ours)
+        assert {path.name for path in tmp_path.iterdir()} >= {*report_folder.FILES}, "all or nothing"
+
+
+def _key(path: Path) -> Path:
+    path.write_bytes(Ed25519PrivateKey.generate().private_bytes(Encoding.PEM, PrivateFormat.PKCS8, NoEncryption()))
+    return path
 
 
 @pytest.mark.parametrize(

@@ -28,6 +28,7 @@ from lora_merge.merging.api import MergeOptions, merge
 from tests.engines.builders import WORDS, make_tokenizer
 from tests.verification.builders import ordinary
 from tests.verification.tiny_qlora import PREFILL, make_prompt_rows, write_rows
+from verification.audit_cli import main as audit
 from verification.checks import Outcome
 from verification.cli import main
 from verification.drift_file import read_measurements, write_measurements
@@ -227,7 +228,7 @@ def test_a_signed_certificate(place: Path) -> None:
     verify(place, "--sign-key", place / "gate.key", exit_code=0)
     assert check_certificate(place / "merged", certificate(place), Policy(trusted_key=place / "gate.pub")).signed
     arguments = ["--merged", place / "merged", "--prompts", place / "prompts.jsonl", "--sign-key", place / "gate.pub"]
-    assert "no unencrypted PEM private key" in run(*arguments, exit_code=1).stderr
+    assert "no unencrypted PEM private key" in run(*arguments, exit_code=3).stderr
     assert not certificate(place).exists()
 
 
@@ -408,7 +409,7 @@ def test_a_missing_checkpoint_is_inconclusive_and_leaves_nothing(place: Path) ->
 
 def test_a_report_inside_the_checkpoint_is_refused(place: Path) -> None:
     arguments = ["--merged", place / "merged", "--prompts", place / "prompts.jsonl", "--report", place / "merged" / "report"]
-    assert "choose a folder outside it" in run(*arguments, exit_code=1).stderr
+    assert "choose a folder outside it" in run(*arguments, exit_code=3).stderr
     assert not (place / "merged" / "report").exists()
 
 
@@ -466,15 +467,18 @@ def test_junit_names_every_check(place: Path) -> None:
         ["judge", "x", "--max-p95-delta", "0.1"],
         ["--max-delta", "0.1", "judge", "x"],
         ["judge", "x", "--sign-key", "k"],
+        ["--merged", "x", "--prompts", "y", "--device", "gpu"],
+        ["--merged", "x", "--prompts", "y", "--device", "meta"],
+        ["--merged", "x", "--prompts", "y", "--device", "cuda:"],
     ],
 )
 def test_usage_errors_exit_with_2(arguments: list[str]) -> None:
     run(*arguments, exit_code=2)
 
 
-@pytest.mark.parametrize("device", ["tpu", "meta", "cuda:99"])
-def test_a_device_that_cannot_be_is_said_before_anything_is_read(device: str, place: Path) -> None:
+def test_a_device_that_is_not_there_is_said_before_anything_is_read(place: Path) -> None:
     """Before the checkpoint even: this one is not there."""
+    device = "cuda:99"
     (place / "none-report").mkdir()
     (place / "none-report" / "gate.intoto.json").write_text("of an earlier run")
     verdict = verify(place, "--device", device, merged="none", exit_code=3)
@@ -518,15 +522,43 @@ def test_what_cannot_be_is_said_at_once(
 
 def test_a_file_as_report_folder_and_a_key_that_is_none(place: Path) -> None:
     given = ("--merged", place / "merged", "--prompts", place / "prompts.jsonl")
-    stderr = run(*given, "--report", place / "reference.jsonl", exit_code=1).stderr
+    stderr = run(*given, "--report", place / "reference.jsonl", exit_code=3).stderr
     assert stderr == f"error: report folder {place / 'reference.jsonl'}: is a file; expected a folder, choose another --report\n"
-    stderr = run(*given, "--sign-key", place / "none.key", exit_code=1).stderr
+    stderr = run(*given, "--sign-key", place / "none.key", exit_code=3).stderr
     assert stderr == f"error: signing key {place / 'none.key'}: no such file; expected an Ed25519 private key in PEM\n"
     measured = place / "drift.jsonl"
     write_measurements(ordinary(30), measured)
     judged = ("judge", measured, "--report", place, "--sign-key", place / "none.key")
-    assert run(*judged, exit_code=1).stderr == stderr
+    assert run(*judged, exit_code=3).stderr == stderr
     assert read_measurements(measured) == ordinary(30), "a measurement in the report folder itself is not lost"
+
+
+@pytest.mark.parametrize(
+    "error", [VerificationError("mistaken"), PermissionError(13, "Permission denied", "x"), KeyError("ours")]
+)
+def test_without_a_verdict_nothing_exits_with_1(error: Exception, place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Exit code 1 is a FAILED verdict's alone. A defect of the program keeps its traceback."""
+    monkeypatch.setattr("verification.api.report_folder.clear", _raises(error))
+    monkeypatch.setattr("verification.audit_api.find_sources", _raises(error))
+    measured = place / "drift.jsonl"
+    write_measurements(ordinary(30), measured)
+    for result in (
+        run("--merged", place / "merged", "--prompts", place / "prompts.jsonl", exit_code=3),
+        run("judge", measured, "--report", place / "report", exit_code=3),
+        click.testing.CliRunner().invoke(audit, ["--merged", str(place / "merged")]),
+    ):
+        assert result.exit_code == 3 and result.stdout == ""
+        if isinstance(error, KeyError):
+            assert result.stderr.startswith("Traceback") and result.stderr.endswith("KeyError: 'ours'\n")
+        else:
+            assert result.stderr.startswith("error: ") and len(result.stderr.splitlines()) == 1
+
+
+def _raises(error: Exception) -> Any:
+    def raising(*_: Any, **__: Any) -> None:
+        raise error
+
+    return raising
 
 
 @pytest.mark.parametrize(
