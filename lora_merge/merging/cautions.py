@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 from lora_merge.merging.adapter import Adapter
@@ -11,6 +11,7 @@ from lora_merge.merging.architecture import model_types
 from lora_merge.merging.lineage import lineage_cautions
 from lora_merge.merging.module_folders import folders_left_behind
 from lora_merge.merging.plan import ORIGINAL_WEIGHTS, MergePlan
+from lora_merge.merging.quantization import GIVEN, QuantRecipe
 from lora_merge.merging.recipes import known_recipe, read_recipe
 from lora_merge.merging.token_ids import tokens_without_row
 from lora_merge.merging.tokenizer_files import cautions_on_sets, notes_on_sets
@@ -19,7 +20,7 @@ from lora_merge.merging.trainers import eight_bit_training, named_in_4bit
 if TYPE_CHECKING:
     from lora_merge.merging.api import MergeOptions
 
-_SETTINGS = ("quant_type", "double_quant", "block_size", "quant_dtype")
+_SETTINGS = ("quant_type", "double_quant", "block_size", "quant_dtype", "quantized_modules")
 TIED_IN_VLLM = frozenset("cohere cohere2 cohere2_moe gemma2 gemma3n gemma3n_text whisper zamba2".split())
 """Model types whose head vLLM computes from the input embedding whatever ``tie_word_embeddings`` says; source: vLLM 0.32."""
 
@@ -30,7 +31,7 @@ def cautions(plan: MergePlan, options: MergeOptions) -> Iterator[str]:
     """One line for each thing that may not be meant: about the recipe, the base, the tokenizer."""
     for adapter in plan.adapters if plan.method == ORIGINAL_WEIGHTS else ():
         yield from _quantized_training(adapter)
-    yield from _recipe(plan, options.recipe)
+    yield from _recipe(plan)
     yield from lineage_cautions(plan.base, plan.adapters)
     for adapter in plan.adapters:
         yield from _revision(adapter, plan, options.revision)
@@ -75,17 +76,13 @@ def _quantized_training(adapter: Adapter) -> Iterator[str]:
         )
 
 
-def _recipe(plan: MergePlan, given: Mapping[str, Any]) -> Iterator[str]:
-    """``given``: recipe settings given explicitly, by name."""
-    for adapter in plan.adapters if given else ():
-        recorded = read_recipe(adapter.folder.path)
-        beside = "the adapter" if len(plan.adapters) == 1 else adapter.folder.source
-        for name in _SETTINGS:
-            value = given.get(name)
-            if recorded is not None and value is not None and name in recorded.origins and getattr(recorded, name) != value:
-                yield f"{name} is given as {value}, but the record beside {beside} says {getattr(recorded, name)}"
+def _recipe(plan: MergePlan) -> Iterator[str]:
+    """About the 4-bit base that the merge goes through; of a merge into the original weights there is none."""
     if plan.recipe is None:
         return
+    for adapter in plan.adapters:
+        beside = "the adapter" if len(plan.adapters) == 1 else adapter.folder.source
+        yield from _against_record(plan.recipe, read_recipe(adapter.folder.path), beside)
     if plan.recipe.assumed:
         yield (
             f"the quantization recipe is assumed ({plan.recipe.describe()}): nothing beside the adapter says how it was trained; "
@@ -101,6 +98,21 @@ def _recipe(plan: MergePlan, given: Mapping[str, Any]) -> Iterator[str]:
                     f"nothing beside {adapter.folder.source} says how it was trained; the recipe beside another adapter "
                     f"({plan.recipe.describe()}) is taken for it too"
                 )
+
+
+def _against_record(used: QuantRecipe, recorded: QuantRecipe | None, beside: str) -> Iterator[str]:
+    """Settings that training recorded and the merge takes otherwise, wherever from."""
+    for name in _SETTINGS if recorded is not None else ():
+        value, told, origin = getattr(used, name), getattr(recorded, name), used.origins.get(name)
+        if recorded is not None and name in recorded.origins and value != told:
+            how = f"given as {_shown(value)}" if origin == GIVEN else f"{_shown(value)} by {origin}"
+            yield f"{name} is {how}, but the record beside {beside} says {_shown(told)}"
+
+
+def _shown(value: Any) -> str:
+    if not isinstance(value, tuple):
+        return str(value)
+    return ", ".join(value) if len(value) <= 3 else f"{', '.join(value[:2])} and {len(value) - 2} more"
 
 
 def _revision(adapter: Adapter, plan: MergePlan, given: str | None) -> Iterator[str]:

@@ -113,6 +113,18 @@ def test_one_adapter_says_nothing(silent, place):
     assert place.run("--from-4bit", *flags).stderr == "", "with flags nothing is taken from one for the other"
 
 
+def test_what_contradicts_the_record_is_said_wherever_it_comes_from(place, tmp_path):
+    record(place.one, **NF4, quantized_modules=["model.layers.0.self_attn.q_proj", "model.layers.0.self_attn.v_proj"])
+    config = tmp_path / "config.json"
+    config.write_text(json.dumps({"load_in_4bit": True, "bnb_4bit_quant_type": "fp4", "bnb_4bit_use_double_quant": True}))
+    (line,) = place.run("--from-4bit", "--quant-config", config, adapters=1).stderr.splitlines()
+    assert line.startswith("warning: quant_type is fp4 by ") and line.endswith(", but the record beside the adapter says nf4")
+    (line,) = place.run("--from-4bit", "--quantized-modules", "*q_proj", adapters=1).stderr.splitlines()
+    assert line.startswith(
+        "warning: quantized_modules is given as *q_proj, but the record beside the adapter says model.layers.0."
+    )
+
+
 def test_every_adapter_is_looked_at_on_its_way_into_the_original_weights(place):
     record(place.two, **NF4)
     (warning,) = place.run().stderr.splitlines()
