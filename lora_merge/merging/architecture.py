@@ -81,7 +81,8 @@ class Architecture:
                     return True
             except (OSError, TypeError) as error:
                 raise MergeError(
-                    f"base {self.base.folder.source}: what {kind.__name__} of its class does with {setting} cannot be read: {error}"
+                    f"base {self.base.folder.source}: what {kind.__name__} of its class does with {setting} cannot be read: "
+                    f"{error}"
                 ) from error
         return False
 

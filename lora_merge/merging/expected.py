@@ -35,9 +35,9 @@ def check_head(ties: Ties, adapters: Sequence[Adapter], changes: Mapping[str, Ch
         task = adapter.config.get("task_type")
         if task in _WITH_HEAD or (task is None and any(pair.module not in modules for pair in adapter.pairs)):
             raise MergeError(
-                f"base {ties.base.folder.source}: is saved as {type(model).__name__}, without the output head that is tied to its "
-                f"embedding, which {adapter.folder.source} changes without the head; save the base with the class that was trained "
-                "and merge into that"
+                f"base {ties.base.folder.source}: is saved as {type(model).__name__}, without the output head that is tied to "
+                f"its embedding, which {adapter.folder.source} changes without the head; save the base with the class that was "
+                "trained and merge into that"
             )
 
 
