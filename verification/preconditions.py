@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
 
 import numpy as np
@@ -113,7 +114,10 @@ def _control(measurements: Measurements, limits: Limits) -> Check:
 def _accuracy(measurements: Measurements) -> Iterator[Check]:
     """Where the right answers are known, the reference must know more of them than the bare base."""
     found = summary.accuracies(measurements)
-    if found is None or "base" not in found:
+    if found is None:
+        yield from _unusable_answers(measurements)
+        return
+    if "base" not in found:
         return
     reference, base = found["reference"], found["base"]
     detail = (
@@ -124,3 +128,19 @@ def _accuracy(measurements: Measurements) -> Iterator[Check]:
     else:
         reason = f"{detail}; the reference is no better than the bare base: wrong adapter, base, tokenizer or prompts?"
         yield Check("accuracy", INCONCLUSIVE, reason, reference, None, base)
+
+
+def _unusable_answers(measurements: Measurements) -> Iterator[Check]:
+    """Somebody wrote down answers, and the check that they are for cannot be made of them."""
+    labels = measurements.conditions.labels
+    answers = [row.fields.get("expected") for row in measurements.rows]
+    if all(answer is None for answer in answers):
+        return
+    unusable = [answer for answer in answers if answer not in (labels.skip.text, labels.write.text)]
+    shown = json.dumps(next((answer for answer in unusable if answer is not None), None))
+    yield Check(
+        "accuracy",
+        WARNED,
+        f"{len(unusable)} of {len(answers)} prompts have no `expected` that is {labels.skip.text!r} or {labels.write.text!r} "
+        f"({shown} first), so accuracy was not checked; give each of them the right label, or the field another name",
+    )

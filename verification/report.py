@@ -36,16 +36,19 @@ def render(verdict: Verdict) -> Iterator[tuple[str, Outcome | None]]:
 def _headline(verdict: Verdict) -> str:
     if not verdict.numbers:
         return ": nothing was measured, so nothing is certified"
+    failed = [check.name for check in verdict.checks if check.outcome is Outcome.FAILED]
     meaning = {
         Outcome.PASSED: "the merged checkpoint decides as its QLoRA reference did",
         Outcome.WARNED: "within the limits, but with a reservation; generation asks for consent",
         Outcome.FAILED: (
             "the merged checkpoint decides differently from its QLoRA reference"
-            if any(check.outcome is Outcome.FAILED and check.name not in _ABOUT_FILES for check in verdict.checks)
+            if any(name not in _ABOUT_FILES for name in failed)
             else "the merged checkpoint is not what its base, adapter and recipe make"
         ),
         Outcome.INCONCLUSIVE: "the measurement says nothing, so nothing is certified",
     }
+    if verdict.outcome is Outcome.FAILED:
+        return f": {meaning[verdict.outcome]} ({', '.join(failed)})"
     return f": {meaning[verdict.outcome]} (limit {verdict.limits.max_delta:g} of the mean |delta| of the skip probability)"
 
 

@@ -19,6 +19,7 @@ from verification.checks import Check, Outcome
 from verification.errors import VerificationError
 from verification.limits import Limits
 from verification.measurement import DEQUANTIZED, Measurements, NoiseFloor
+from verification.report import render
 from verification.verdict import Verdict, judge
 
 PASSED, WARNED, FAILED, INCONCLUSIVE = Outcome.PASSED, Outcome.WARNED, Outcome.FAILED, Outcome.INCONCLUSIVE
@@ -237,10 +238,24 @@ def test_a_reference_no_better_than_the_bare_base_is_inconclusive() -> None:
     assert "reference 0.500, merged 0.500, bare base 0.500" in verdict.reasons[0]
 
 
-def test_expected_answers_that_are_no_labels_are_not_used() -> None:
-    verdict = judge(_with_expected(ordinary(), ["maybe"] * 400), Limits(0.02))
+@pytest.mark.parametrize(
+    ("answers", "found"),
+    [
+        (["yes"] * 400, "400 of 400 prompts have no `expected` that is 'skip' or 'write' (\"yes\" first)"),
+        (["skip"] * 399 + [None], "1 of 400 prompts have no `expected` that is 'skip' or 'write' (null first)"),
+        (["skip"] * 398 + [None, 1], "2 of 400 prompts have no `expected` that is 'skip' or 'write' (1 first)"),
+    ],
+)
+def test_expected_answers_that_are_no_labels_are_not_silently_left_out(answers: list[Any], found: str) -> None:
+    verdict = judge(_with_expected(ordinary(), answers), Limits(0.02))
     assert verdict.numbers["accuracy"] is None
-    assert verdict.outcome is PASSED
+    assert verdict.outcome is WARNED and check(verdict, "accuracy").detail.startswith(found)
+
+
+def test_without_answers_there_is_no_check_of_them() -> None:
+    for source in (ordinary(), _with_expected(ordinary(), [None] * 400)):
+        verdict = judge(source, Limits(0.02))
+        assert verdict.outcome is PASSED and not [entry for entry in verdict.checks if entry.name == "accuracy"]
 
 
 @pytest.mark.parametrize("arm", ["reference", "merged", "base"])
@@ -403,7 +418,25 @@ def _with_flips(size: int, flips: int) -> Measurements:
     return measurements({"reference": scores(reference), "merged": scores(merged), "base": scores(1 - reference)})
 
 
-def _with_expected(source: Measurements, expected: list[str]) -> Measurements:
+def test_the_headline_names_what_failed_and_no_limit_that_was_kept() -> None:
+    """A weight that is not as planned, and a limit other than the usual one: 0.02 has nothing to do with either."""
+    kept = "(limit 0.02 of the mean |delta| of the skip probability)"
+    about_files = dataclasses.replace(ordinary().conditions, findings=(Check("weights", FAILED, "3 of 12 tensors differ"),))
+    for verdict, headline in (
+        (judge(ordinary(), Limits(0.02)), f"PASSED: the merged checkpoint decides as its QLoRA reference did {kept}"),
+        (
+            judge(dataclasses.replace(ordinary(), conditions=about_files), Limits(0.02)),
+            "FAILED: the merged checkpoint is not what its base, adapter and recipe make (weights)",
+        ),
+        (
+            judge(ordinary(), Limits(0.02, max_abs_delta=1e-6)),
+            "FAILED: the merged checkpoint decides differently from its QLoRA reference (abs-delta)",
+        ),
+    ):
+        assert next(render(verdict)) == (headline, verdict.outcome)
+
+
+def _with_expected(source: Measurements, expected: list[Any]) -> Measurements:
     rows = tuple(dataclasses.replace(row, fields={"expected": answer}) for row, answer in zip(source.rows, expected, strict=True))
     return dataclasses.replace(source, rows=rows)
 
