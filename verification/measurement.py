@@ -25,6 +25,7 @@ DECISIONS = ("skip", "write", "other")
 DEQUANTIZED = "the reference against its dequantized base with the unmerged adapter"
 """The source of the noise floor that bitsandbytes' kernels make."""
 _LONGEST_FIELD = 200
+_SHOWN_IDS = 8
 
 
 @dataclass(frozen=True)
@@ -213,11 +214,14 @@ def match_token_ids(prompts: Sequence[Prompt], recorded: Mapping[str, str]) -> N
     extra = [id for id in recorded if id not in own]
     if extra:
         raise Inconclusive(f"the reference has {len(extra)} prompts that the prompt file lacks, {extra[0]!r} first; {hint}")
-    changed = [id for id, digest in own.items() if recorded[id] != digest]
+    changed = [prompt for prompt in prompts if recorded[prompt.id] != own[prompt.id]]
     if changed:
+        first = changed[0]
+        begin = ", ".join(map(str, first.token_ids[:_SHOWN_IDS]))
         raise Inconclusive(
-            f"the token ids of {len(changed)} of {len(own)} prompts differ from those of the reference, {changed[0]!r} first: "
-            "another tokenizer, library version, chat template, prefill or prompt text; nothing can be compared"
+            f"the token ids of {len(changed)} of {len(own)} prompts differ from those of the reference: another tokenizer, "
+            "library version, chat template, prefill or prompt text; nothing can be compared. The reference holds only a digest "
+            f"of its ids; here {first.id!r} has {len(first.token_ids)} tokens, {begin} first"
         )
 
 

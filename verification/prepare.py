@@ -13,7 +13,7 @@ from typing import Any
 
 from lora_merge.engines.labels import DecisionLabels, resolve_labels
 from lora_merge.engines.model_files import load_tokenizer, max_positions
-from lora_merge.engines.prompts import DEFAULT_PREFILL, Prompt, read_prompt_rows, token_ids_digest, token_ids_sha256, tokenize
+from lora_merge.engines.prompts import DEFAULT_PREFILL, Prompt, read_prompt_rows, token_ids_digest, tokenize
 from verification.checks import Check, Outcome
 from verification.errors import Inconclusive
 from verification.measurement import match_token_ids
@@ -170,19 +170,27 @@ def _tokenizer_findings(
         yield Check("token-ids", Outcome.WARNED, "neither adapter nor base has a tokenizer, so the ids cannot be compared")
         return
     tokenizer = load_tokenizer(folders[0], trust_remote_code=trust_remote_code)
-    theirs = {
-        prompt.id: token_ids_sha256(prompt) for prompt in tokenize(read_prompt_rows(Path(prompts)), tokenizer, prefill=prefill)
-    }
-    changed = [prompt.id for prompt in chosen if theirs[prompt.id] != token_ids_sha256(prompt)]
+    theirs = {prompt.id: prompt.token_ids for prompt in tokenize(read_prompt_rows(Path(prompts)), tokenizer, prefill=prefill)}
+    changed = [prompt for prompt in chosen if theirs[prompt.id] != prompt.token_ids]
     if changed:
+        first = changed[0]
         yield Check(
             "token-ids",
             Outcome.INCONCLUSIVE,
-            f"the merged checkpoint's tokenizer makes other ids of {len(changed)} of {len(chosen)} prompts, {changed[0]!r} "
-            f"first, than the one in {folders[0]}: it was swapped",
+            f"the merged checkpoint's tokenizer makes other ids of {len(changed)} of {len(chosen)} prompts than the one in "
+            f"{folders[0]}: it was swapped. {_first_difference(first.id, first.token_ids, theirs[first.id])}",
         )
     else:
         yield Check("token-ids", Outcome.PASSED, f"the tokenizers of the merged checkpoint and of {folders[0]} make the same ids")
+
+
+def _first_difference(prompt: str, merged: Sequence[int], other: Sequence[int]) -> str:
+    """Where two tokenizations of ``prompt`` part, in one sentence."""
+    place = next((at for at, (first, second) in enumerate(zip(merged, other, strict=False)) if first != second), None)
+    if place is None:
+        place = min(len(merged), len(other))
+    here, there = (f"{ids[place]}" if place < len(ids) else "the end" for ids in (merged, other))
+    return f"{prompt!r} has {len(merged)} tokens, and {len(other)} there; they part at token {place}: {here}, and {there} there"
 
 
 def _has_tokenizer(folder: Path) -> bool:
