@@ -79,14 +79,15 @@ def record_reference(
     Raises:
         EngineError: a prompt, the BOS or a label is not as it must be.
         NonFiniteScore: the model overflowed; nothing is written.
-        VerificationError: the live adapter is merged, or not the one in ``adapter_dir``; or ``out_path`` cannot be written, or
-            holds something else than a reference, the prompts even.
+        VerificationError: ``model`` or ``tokenizer`` is something else; the live adapter is merged, or not the one in
+            ``adapter_dir``; or ``out_path`` cannot be written, or holds something else than a reference, the prompts even.
         MergeError: the 4-bit layers do not agree on one recipe, or the adapter folder cannot be read.
     """
     from lora_merge.engines.transformers_engine import TransformersEngine
     from lora_merge.merging.recipes import recipe_of
     from verification.live_adapter import check_live_adapter, expect_unmerged
 
+    _expect_live(model, tokenizer)
     if reason := no_target(out_path, prompts):
         raise VerificationError(reason)
     expect_unmerged(model)
@@ -127,6 +128,18 @@ def record_reference(
     )
     write_reference(reference, Path(out_path))
     return reference
+
+
+def _expect_live(model: object, tokenizer: object) -> None:
+    """The names of both are an easy mistake, and so is a processor."""
+    from torch import nn
+
+    if not isinstance(model, nn.Module):
+        raise VerificationError(f"model is a {type(model).__name__}; expected the trained model itself")
+    if not callable(tokenizer) or not hasattr(tokenizer, "bos_token_id"):
+        raise VerificationError(
+            f"tokenizer is a {type(tokenizer).__name__}; expected the one of the training run (of a processor, its .tokenizer)"
+        )
 
 
 def _as_prompts(

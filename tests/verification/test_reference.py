@@ -141,6 +141,14 @@ def test_only_a_reference_is_recorded_again(content, live, tokenizer, tmp_path, 
         record_reference(live, tokenizer, ROWS, tmp_path / "none" / "reference.jsonl")
 
 
+def test_the_name_of_a_model_or_a_tokenizer_is_neither(live, tokenizer, tmp_path):
+    out = tmp_path / "reference.jsonl"
+    with pytest.raises(VerificationError, match="tokenizer is a str; expected the one of the training run"):
+        record_reference(live, "google/gemma-3-270m", ROWS, out)
+    with pytest.raises(VerificationError, match="model is a PosixPath; expected the trained model itself"):
+        record_reference(tmp_path, tokenizer, ROWS, out)
+
+
 def test_the_prompts_are_never_replaced(live, tokenizer, recorded, tmp_path):
     """By no name of theirs, and not by a name that a reference has: a file of references is no file of prompts."""
     path, link = tmp_path / "prompts.jsonl", tmp_path / "link.jsonl"
