@@ -17,11 +17,11 @@ from lora_merge.merging.api import MergeOptions
 from lora_merge.merging.digests import adapter_digests, adapter_identity, file_digest
 from lora_merge.merging.folders import ModelFolder, read_json, resolve_folder
 from lora_merge.merging.manifest import MergeManifest, read_manifest
+from lora_merge.merging.model_names import commit_of, model_name, same_model
 from lora_merge.merging.quantization import RECIPE_FIELDS, QuantRecipe
 from lora_merge.merging.side_files import MANIFEST_FILE
 from verification.checks import Check, Outcome
 from verification.errors import Inconclusive
-from lora_merge.merging.model_names import commit_of, model_name, same_model
 from verification.recipe_checks import live_recipe, recipe_findings, recorded_recipe
 from verification.reference_file import Reference
 

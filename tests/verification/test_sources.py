@@ -14,10 +14,10 @@ from typing import Any
 import pytest
 
 from lora_merge.merging.api import MergeOptions, merge
+from lora_merge.merging.model_names import commit_of, model_name, same_model
 from lora_merge.merging.recipes import RECIPE_FILE
 from verification.checks import Outcome
 from verification.errors import Inconclusive
-from lora_merge.merging.model_names import commit_of, model_name, same_model
 from verification.reference import Reference, read_reference
 from verification.reference_file import write_reference
 from verification.sources import SourceOptions, find_sources
