@@ -76,7 +76,7 @@ def recipe_findings(
         yield Check("recipe-agreement", INCONCLUSIVE, reason)
     elif manifest is not None and manifest.method == ORIGINAL_WEIGHTS:
         into = "merged into the original weights"
-        if origin == "assumed" and not _known(recorded):
+        if origin == "assumed" and not _known(recipe):
             reason = f"{into}, and nothing says how the adapter was trained: {IF_TRAINED_IN_4BIT}"
         else:
             reason = f"{into}, but the adapter was trained through {described}: {MERGE_AGAIN}"
@@ -108,8 +108,8 @@ def _provenance(recipe: QuantRecipe | None, origin: str, recorded: QuantRecipe |
 
 def _in_part(recipe: QuantRecipe | None) -> str:
     """Which settings are the usual QLoRA ones for want of anybody who tells them."""
-    assumed = [name for name in _SETTINGS if recipe is not None and recipe.origins.get(name, ASSUMED) == ASSUMED]
-    return ", the usual QLoRA one" if len(assumed) == len(_SETTINGS) else f" in part ({', '.join(assumed)})"
+    known = _known(recipe)
+    return f" in part ({', '.join(name for name in _SETTINGS if name not in known)})" if known else ", the usual QLoRA one"
 
 
 def _unquantized_findings(recorded: QuantRecipe | None, manifest: MergeManifest | None) -> Iterator[Check]:
@@ -126,9 +126,9 @@ def _unquantized_findings(recorded: QuantRecipe | None, manifest: MergeManifest 
         yield Check("recipe-agreement", WARNED, reason)
 
 
-def _known(recorded: QuantRecipe | None) -> list[str]:
-    """The settings that something beside the adapter tells."""
-    return [] if recorded is None else [name for name in _SETTINGS if recorded.origins.get(name, ASSUMED) != ASSUMED]
+def _known(recipe: QuantRecipe | None) -> list[str]:
+    """The settings that somebody tells."""
+    return [] if recipe is None else [name for name in _SETTINGS if recipe.origins.get(name, ASSUMED) != ASSUMED]
 
 
 def _contradiction(recorded: QuantRecipe, other: QuantRecipe) -> str | None:

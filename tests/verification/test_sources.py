@@ -141,6 +141,8 @@ def test_a_merge_into_the_original_weights_says_so_where_nobody_knows_how_the_ad
         "merged into the original weights, and nothing says how the adapter was trained: right only for an adapter that was not "
         "trained on a 4-bit base; if it was, merge again with --from-4bit"
     )
+    by_hand = findings(trained / "naive", adapter=str(adapter), recipe={"quant_type": "nf4"})
+    assert "but the adapter was trained through NF4" in by_hand["recipe-agreement"][0][1], "a part of a recipe is knowledge too"
 
 
 def _forget_the_training(adapter: Path) -> None:
