@@ -21,8 +21,8 @@ if TYPE_CHECKING:
     from lora_merge.merging.api import MergeOptions
 
 _SETTINGS = ("quant_type", "double_quant", "block_size", "quant_dtype", "quantized_modules")
-TIED_IN_VLLM = frozenset("cohere cohere2 cohere2_moe gemma2 gemma3n gemma3n_text whisper zamba2".split())
-"""Model types whose head vLLM computes from the input embedding whatever ``tie_word_embeddings`` says; source: vLLM 0.32."""
+TIED_IN_VLLM = frozenset("bloom cohere cohere2 cohere2_moe gemma2 gemma3n gemma3n_text whisper zamba2".split())
+"""Model types that vLLM gives no head of its own, whatever ``tie_word_embeddings`` says; source: vLLM 0.32."""
 
 _ABBREVIATED_COMMIT = re.compile(r"[0-9a-f]{7,40}")
 
