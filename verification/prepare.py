@@ -14,6 +14,7 @@ from typing import Any
 from lora_merge.engines.labels import DecisionLabels, resolve_labels
 from lora_merge.engines.model_files import load_tokenizer, max_positions
 from lora_merge.engines.prompts import DEFAULT_PREFILL, Prompt, read_prompt_rows, token_ids_digest, tokenize
+from lora_merge.merging.tokenizer_files import TEMPLATE
 from verification.checks import Check, Outcome
 from verification.errors import Inconclusive
 from verification.measurement import match_token_ids
@@ -170,6 +171,10 @@ def _tokenizer_findings(
         yield Check("token-ids", Outcome.WARNED, "neither adapter nor base has a tokenizer, so the ids cannot be compared")
         return
     tokenizer = load_tokenizer(folders[0], trust_remote_code=trust_remote_code)
+    if sources.adapter is not None and (template := sources.adapter.path / TEMPLATE).is_file():
+        # A template alone beside the adapter is one on the base's tokenizer, as a merge takes it; beside a whole tokenizer it is
+        # that one's own.
+        tokenizer.chat_template = template.read_text(encoding="utf-8")
     theirs = {prompt.id: prompt.token_ids for prompt in tokenize(read_prompt_rows(Path(prompts)), tokenizer, prefill=prefill)}
     changed = [prompt for prompt in chosen if theirs[prompt.id] != prompt.token_ids]
     if changed:

@@ -25,7 +25,9 @@ from cryptography.hazmat.primitives.serialization import Encoding, NoEncryption,
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
+from lora_merge.engines.prompts import read_prompt_rows, tokenize
 from lora_merge.merging.api import MergeOptions, merge
+from lora_merge.merging.folders import ModelFolder
 from tests.engines.builders import WORDS, make_tokenizer
 from tests.verification.builders import ordinary
 from tests.verification.tiny_qlora import PREFILL, make_prompt_rows, write_rows
@@ -37,8 +39,10 @@ from verification.errors import VerificationError
 from verification.gate import Policy, check_certificate
 from verification.limits import Limits
 from verification.measurement import DEQUANTIZED
+from verification.prepare import _tokenizer_findings
 from verification.reference import read_reference
 from verification.reference_file import write_reference
+from verification.sources import Sources
 from verification.verdict import judge
 
 
@@ -256,6 +260,25 @@ def test_a_swapped_tokenizer_is_inconclusive(place: Path) -> None:
     assert outcomes(live)["token-ids"] == "INCONCLUSIVE"
     # It adds no BOS (2) by itself, so that the reference's are one token longer from the first on.
     assert re.search(r"it was swapped\. 'p\d+' has (\d+) tokens, and \d+ there; they part at token 0: ", live["reasons"][0])
+
+
+@pytest.mark.parametrize("merged_template", ["<turn>", "<other>"])
+def test_a_template_alone_beside_the_adapter_is_on_the_base_s_tokenizer(tmp_path: Path, merged_template: str) -> None:
+    """As a merge takes it: the reference's prompts are made with it, not with the base's own."""
+    template = "{{ bos_token }}MARK{% for message in messages %}{{ message['content'] }}{% endfor %}"
+    base, adapter = tmp_path / "base", tmp_path / "adapter"
+    tokenizer = make_tokenizer()
+    tokenizer.chat_template = template.replace("MARK", "<base>")
+    tokenizer.save_pretrained(base)
+    adapter.mkdir()
+    (adapter / "chat_template.jinja").write_text(template.replace("MARK", "<turn>"))
+    rows = tmp_path / "prompts.jsonl"
+    write_rows(rows, [{"id": "p0", "messages": [{"role": "user", "content": WORDS[0]}]}])
+    tokenizer.chat_template = template.replace("MARK", merged_template)
+    chosen = tokenize(read_prompt_rows(rows), tokenizer, prefill=PREFILL)
+    folders = (ModelFolder(base, str(base)), ModelFolder(adapter, str(adapter)))
+    (found,) = _tokenizer_findings(chosen, Sources(None, *folders, None, "none", False, ()), rows, PREFILL, False)
+    assert found.outcome.value == ("PASSED" if merged_template == "<turn>" else "INCONCLUSIVE")
 
 
 def test_a_doubled_bos_is_inconclusive(place: Path) -> None:
