@@ -173,7 +173,7 @@ def recipe_of(model: Any) -> QuantRecipe | None:
     ``model`` may be wrapped by PEFT; module names are given as the bare model has them.
 
     Raises:
-        MergeError: the layers do not agree on one recipe, or none of them has been quantized yet.
+        MergeError: the layers do not agree on one recipe, none of them has been quantized yet, or an adapter is merged into them.
     """
     import bitsandbytes
 
@@ -186,6 +186,9 @@ def recipe_of(model: Any) -> QuantRecipe | None:
     }
     if not layers:
         return None
+    merged = next((name for name, module in bare.named_modules() if getattr(module, "merged_adapters", None)), None)
+    if merged is not None:
+        raise MergeError(f"{merged}: an adapter is merged into it, so that it was quantized anew; record the recipe before that")
     found = {}
     for name, layer in layers.items():
         state = getattr(layer.weight, "quant_state", None)

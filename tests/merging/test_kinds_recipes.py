@@ -7,10 +7,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+import transformers
+from peft import LoraConfig, get_peft_model
 
 from lora_merge.merging.errors import MergeError
 from lora_merge.merging.quantization import ASSUMED
-from lora_merge.merging.recipes import find_recipe
+from lora_merge.merging.recipes import RECIPE_FILE, find_recipe, record_recipe
 from lora_merge.merging.trainers import leftover_recipe
 
 # As PEFT writes it (peft_model.py, create_or_update_model_card), with the settings of a live BitsAndBytesConfig.
@@ -129,3 +132,18 @@ def test_order_of_sources(tmp_path):
     record = {"format": "lora-merge/quantization-recipe", "version": 1, "recipe": {"quant_type": "nf4", "double_quant": True}}
     (tmp_path / "quantization_recipe.json").write_text(json.dumps(record))
     assert find_recipe({}, None, {}, tmp_path).double_quant is True
+
+
+def test_a_recipe_is_not_recorded_of_a_model_with_its_adapter_merged(bases, tmp_path):
+    """PEFT quantizes the sum anew, from float32: these are not the weights that training held."""
+    config = transformers.BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_compute_dtype=torch.bfloat16)
+    base = transformers.AutoModelForCausalLM.from_pretrained(bases("llama"), quantization_config=config, device_map="cpu")
+    live = get_peft_model(base, LoraConfig(target_modules=["q_proj"], init_lora_weights=False))
+    live.save_pretrained(tmp_path)
+    expected = record_recipe(live, tmp_path)
+    assert expected.quant_dtype == "bfloat16"
+    before = (tmp_path / RECIPE_FILE).read_bytes()
+    live.merge_adapter()
+    with pytest.raises(MergeError, match=r"q_proj: an adapter is merged into it.*record the recipe before that"):
+        record_recipe(live, tmp_path)
+    assert (tmp_path / RECIPE_FILE).read_bytes() == before
