@@ -64,8 +64,11 @@ def _module_folders(base: Path) -> list[str]:
     for name in names:
         if PurePosixPath(name).is_absolute() or ".." in PurePosixPath(name).parts:
             raise MergeError(f"{path}: module path {name!r}; expected the name of a folder beside it")
-    # "." and "" are the base's folder.
-    return [name for name in names if PurePosixPath(name).parts and (base / name).is_dir()]
+    try:
+        # "." and "" are the base's folder.
+        return [name for name in names if PurePosixPath(name).parts and (base / name).is_dir()]
+    except OSError as error:
+        raise MergeError(f"{path}: a module path that cannot be looked at: {error.strerror or error}") from error
 
 
 def _walk(folder: Path) -> list[Path]:

@@ -146,7 +146,7 @@ def recipe_of_config(config: Mapping[str, Any], origin: str = "the base's quanti
     settings = {
         "quant_type": quantization.get("bnb_4bit_quant_type", "fp4"),
         "double_quant": quantization.get("bnb_4bit_use_double_quant", False),
-        "skip_modules": None if skip is None else tuple(skip),
+        "skip_modules": tuple(skip) if isinstance(skip, list) else skip,
     }
     return QuantRecipe(**settings, origins=dict.fromkeys(settings, origin))
 

@@ -127,7 +127,8 @@ def _tokenizer_json(path: Path) -> Iterator[tuple[int, str]]:
         yield from _of_mapping(vocabulary)
     elif isinstance(vocabulary, list):  # Unigram: pairs of piece and score
         yield from ((number, str(piece[0])) for number, piece in enumerate(vocabulary) if isinstance(piece, list) and piece)
-    for token in content.get("added_tokens") or ():
+    added = content.get("added_tokens")
+    for token in added if isinstance(added, list) else ():
         if isinstance(token, dict) and isinstance(token.get("id"), int):
             yield token["id"], str(token.get("content"))
 
@@ -136,7 +137,13 @@ def _tokenizer_config(path: Path) -> Iterator[tuple[int, str]]:
     added = read_json(path, "a tokenizer's configuration").get("added_tokens_decoder")
     for number, token in added.items() if isinstance(added, dict) else ():
         if number.isdecimal():
-            yield int(number), _text(token)
+            try:
+                place = int(number)
+            except ValueError as error:  # Python's limit of digits
+                raise MergeError(
+                    f"{path}: added_tokens_decoder has an id of {len(number)} digits; expected a token id"
+                ) from error
+            yield place, _text(token)
 
 
 def _mapping(path: Path) -> Iterator[tuple[int, str]]:

@@ -122,7 +122,9 @@ def _mapping(text: str) -> dict[str, Any]:
 
     try:
         config = yaml.safe_load(text)
-    except yaml.YAMLError:
+    # Beside its own errors PyYAML has those of Python, for a value that only looks like a date (2024-31-12) or a number. Trainers
+    # read by it too, so that none was configured by such a text.
+    except Exception:
         return {}
     return config if isinstance(config, dict) else {}
 
@@ -144,7 +146,8 @@ def _of_yaml(text: str, file: str) -> QuantRecipe | None:
 
 def _of_axolotl(config: Mapping[str, Any], file: str) -> QuantRecipe:
     """axolotl loads NF4 with double quantization unless ``bnb_config_kwargs`` says otherwise (``loaders/model.py``)."""
-    given = config.get("bnb_config_kwargs") or {}
+    kwargs = config.get("bnb_config_kwargs")
+    given = kwargs if isinstance(kwargs, dict) else {}
     dtype = "bfloat16" if config.get("bf16") in (True, "auto", "full") else "float16" if config.get("fp16") else "float32"
     settings: dict[str, Any] = {
         "quant_type": given.get("bnb_4bit_quant_type", "nf4"),
@@ -152,8 +155,8 @@ def _of_axolotl(config: Mapping[str, Any], file: str) -> QuantRecipe:
         "block_size": 64,
         "quant_dtype": dtype,
     }
-    if given.get("llm_int8_skip_modules") is not None:
-        settings["skip_modules"] = tuple(given["llm_int8_skip_modules"])
+    if (skip := given.get("llm_int8_skip_modules")) is not None:
+        settings["skip_modules"] = tuple(skip) if isinstance(skip, list) else skip
     return _recipe(settings, f"{file} (axolotl)")
 
 

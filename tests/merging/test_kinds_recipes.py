@@ -9,12 +9,13 @@ from typing import Any
 import pytest
 import torch
 import transformers
+import yaml  # type: ignore[import-untyped]
 from peft import LoraConfig, get_peft_model
 
 from lora_merge.merging.errors import MergeError
 from lora_merge.merging.quantization import ASSUMED
-from lora_merge.merging.recipes import RECIPE_FILE, find_recipe, record_recipe
-from lora_merge.merging.trainers import leftover_recipe
+from lora_merge.merging.recipes import RECIPE_FILE, find_recipe, recipe_of_config, record_recipe
+from lora_merge.merging.trainers import eight_bit_training, leftover_recipe
 
 # As PEFT writes it (peft_model.py, create_or_update_model_card), with the settings of a live BitsAndBytesConfig.
 PEFT_CARD = """---
@@ -71,6 +72,31 @@ def test_nothing_left_says_nothing(tmp_path):
     (tmp_path / "notes.yaml").write_text("- a\n- list\n")
     (tmp_path / "broken.yaml").write_text("{: :")
     assert settings(tmp_path, "meta-llama/Llama-3.2-1B") is None
+
+
+@pytest.mark.parametrize(
+    "value", ["2024-31-12", "0b_", "9" * 5000, '!!int ""', "!!bool x", "!!timestamp x", "[" * 3000], ids=lambda value: value[:12]
+)
+def test_yaml_that_its_own_library_fails_on(value, tmp_path):
+    """Oracle: PyYAML, with an error that is none of its own."""
+    text = f"{AXOLOTL}run_name: {value}\n"
+    with pytest.raises((ValueError, LookupError, AttributeError, RecursionError)):
+        yaml.safe_load(text)
+    (tmp_path / "config.yaml").write_text(text)
+    assert settings(tmp_path) is None and eight_bit_training(tmp_path) is None
+
+
+def test_settings_of_another_type_are_one_line(tmp_path):
+    expected = r"skip_modules is .*, expected a list of module names"
+    for skip in ("5", "lm_head"):
+        (tmp_path / "config.yaml").write_text(f"{AXOLOTL}bnb_config_kwargs: {{llm_int8_skip_modules: {skip}}}\n")
+        with pytest.raises(MergeError, match=expected):
+            settings(tmp_path)
+        base = {"quantization_config": {"load_in_4bit": True, "llm_int8_skip_modules": yaml.safe_load(skip)}}
+        with pytest.raises(MergeError, match=expected):
+            recipe_of_config(base)
+    (tmp_path / "config.yaml").write_text(f"{AXOLOTL}bnb_config_kwargs: [1]\n")
+    assert settings(tmp_path) is not None, "axolotl's defaults"
 
 
 @pytest.mark.parametrize(("quant_type", "double"), [("nf4", True), ("nf4", False), ("fp4", False)])

@@ -20,6 +20,7 @@ from lora_merge.merging.api import merge
 from lora_merge.merging.cli import main
 from lora_merge.merging.errors import MergeError
 from lora_merge.merging.token_ids import embedding_rows
+from lora_merge.merging.tokenizer_files import differences
 from tests.tiny import VOCABULARY
 
 TEXT = "w5 <|end|> <old> w9 <pad>"
@@ -293,6 +294,35 @@ def test_where_tokens_are_read(file, place):
     (place.adapter / "tokenizer_config.json").write_text(json.dumps(config))
     (place.adapter / "tokenizer.model").write_text("a SentencePiece model")
     assert f"has token '<new>' ({VOCABULARY}), but the embedding has {VOCABULARY} rows" in place.run("--dry-run").stderr
+
+
+@pytest.mark.parametrize("added", [5, True, "text", {"id": 999}, [5, {"id": "5"}, {}]])
+def test_tokens_of_another_type_are_none(added, place):
+    tokenizer().save_pretrained(place.base)
+    tokenizer(eos_token="w4").save_pretrained(place.adapter)
+    content = json.loads((place.adapter / "tokenizer.json").read_text())
+    (place.adapter / "tokenizer.json").write_text(json.dumps({**content, "added_tokens": added}))
+    assert place.warnings() == []
+
+
+def test_an_id_that_no_number_can_be(place):
+    """Oracle: Python's limit of digits."""
+    tokenizer().save_pretrained(place.base)
+    tokenizer().save_pretrained(place.adapter)
+    config = json.loads((place.adapter / "tokenizer_config.json").read_text())
+    config["added_tokens_decoder"] = {"9" * 5000: {"content": "<new>"}}
+    (place.adapter / "tokenizer_config.json").write_text(json.dumps(config))
+    result = place.run("--dry-run")
+    assert result.exit_code == 1 and len(result.stderr.splitlines()) == 1
+    assert f"{place.adapter / 'tokenizer_config.json'}: added_tokens_decoder has an id of 5000 digits" in result.stderr
+
+
+def test_a_file_is_not_read_to_be_compared_with_itself(tmp_path):
+    one, other = tmp_path / "not" / "there", tmp_path / "file"
+    other.write_text("x")
+    assert differences({"tokenizer.json": one}, {"tokenizer.json": one}) == []
+    with pytest.raises(FileNotFoundError):
+        differences({"tokenizer.json": one}, {"tokenizer.json": other})
 
 
 def test_tokens_without_a_row_that_need_none(place):
