@@ -28,7 +28,9 @@ def check_head(ties: Ties, adapters: Sequence[Adapter], changes: Mapping[str, Ch
     if not ties.concern(changes) or ties.architecture.head is not None:
         return
     change, model = changes.get(ties.embedding or ""), ties.architecture.model
-    if change is None or not (_is_moved(change) and model.config.get_text_config().tie_word_embeddings):
+    # Of a model of text and pictures either part can tell; a class that no head belongs to, such as CLIP's, has no such setting.
+    configs = (model.config, getattr(model.config, "text_config", None))
+    if change is None or not (_is_moved(change) and any(getattr(config, TIE_FLAG, False) for config in configs)):
         return
     modules = {name for name, _ in model.named_modules()}
     for adapter in adapters:

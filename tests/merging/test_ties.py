@@ -19,6 +19,7 @@ from typing import Any
 import pytest
 import torch
 import transformers
+from peft import LoraConfig, get_peft_model
 from safetensors.torch import load_file, save_file
 
 from lora_merge.merging.api import MergeOptions, merge, plan_merge
@@ -207,6 +208,22 @@ def test_a_base_that_was_saved_without_its_tied_head(base: Callable[[str], Path]
     rows = Kind({"target_modules": ["q_proj"], "trainable_token_indices": [3, 9]})
     live, _ = trained(base("gemma3"), "gemma3", rows, tmp_path / "rows")
     assert_merge_is_live(tmp_path / "headless", tmp_path / "rows", live, chosen, tmp_path / "second")
+
+
+def test_an_embedding_of_a_class_that_no_head_belongs_to(tmp_path: Path) -> None:
+    """Its configuration knows no tied weights. Oracle: the live model's hidden states."""
+    size = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2}
+    model = transformers.CLIPTextModel(transformers.CLIPTextConfig(vocab_size=VOCABULARY, **size))
+    model.save_pretrained(tmp_path / "base")
+    live = get_peft_model(model, LoraConfig(r=4, target_modules=["q_proj", "token_embedding"], init_lora_weights=False)).eval()
+    live.save_pretrained(tmp_path / "adapter")
+    merge(tmp_path / "base", tmp_path / "adapter", tmp_path / "out")
+    merged = transformers.CLIPTextModel.from_pretrained(tmp_path / "out").eval()
+    with torch.no_grad():
+        expected = live(TOKENS[:, :8]).last_hidden_state
+        torch.testing.assert_close(merged(TOKENS[:, :8]).last_hidden_state, expected, atol=1e-5, rtol=1e-4)
+    start = transformers.CLIPTextModel.from_pretrained(tmp_path / "base").eval()
+    assert (start(TOKENS[:, :8]).last_hidden_state - expected).abs().max() > 0.01
 
 
 @pytest.mark.parametrize("names", [{"embed_tokens": [3, 9], "lm_head": [9]}, {"embed_tokens": [3, 9], "q_proj": [3, 9]}])
