@@ -28,6 +28,8 @@ _EMBEDDINGS = frozenset(
     "embedding".split()
 )
 
+_SPECIAL_TOKENS = (TOKENIZER_CONFIG, "special_tokens_map.json")
+
 
 @dataclass(frozen=True)
 class Rowless:
@@ -80,7 +82,7 @@ def tokens_without_row(plan: MergePlan) -> Rowless | None:
         beyond = {number: token for number, token in sorted(beyond.items()) if (number, token) not in known}
     if not beyond:
         return None
-    only_padding = set(beyond.values()) == {_padding(chosen.files)}
+    only_padding = set(beyond.values()) <= _padding(chosen.files)
     source = (chosen.folder or plan.base.folder).source
     return Rowless(beyond, rows, source, refused=bool(own) and not only_padding)
 
@@ -168,10 +170,10 @@ _READERS: Mapping[str, Callable[[Path], Iterator[tuple[int, str]]]] = {
 }
 
 
-def _padding(files: Mapping[str, Path]) -> str | None:
-    path = files.get(TOKENIZER_CONFIG)
-    token = read_json(path, "a tokenizer's configuration").get("pad_token") if path is not None else None
-    return None if token is None else _text(token)
+def _padding(files: Mapping[str, Path]) -> set[str]:
+    """The padding token, by either file that tells it: early transformers 4 put an added one into the second alone."""
+    found = (read_json(files[name], "a tokenizer's configuration") for name in _SPECIAL_TOKENS if name in files)
+    return {_text(content["pad_token"]) for content in found if content.get("pad_token") is not None}
 
 
 def _text(token: Any) -> str:

@@ -205,11 +205,16 @@ def differences(one: Mapping[str, Path], other: Mapping[str, Path]) -> list[str]
 
 
 def has_template(files: Mapping[str, Path]) -> bool:
-    """Whether a tokenizer has a chat template, in whichever place; Mistral's have one built in."""
-    if "tekken.json" in files or any(_is_template(name) for name in files):
+    """Whether a tokenizer has a chat template, in whichever place."""
+    if _has_template_file(files):
         return True
     path = files.get(TOKENIZER_CONFIG)
     return path is not None and bool(read_json(path, "a tokenizer's configuration").get("chat_template"))
+
+
+def _has_template_file(files: Mapping[str, Path]) -> bool:
+    """Whether it has one where a processor looks for its own, too; Mistral's have one built in."""
+    return "tekken.json" in files or any(_is_template(name) for name in files)
 
 
 def notes_on_sets(base: ModelFolder, adapters: Sequence[ModelFolder]) -> Iterator[str]:
@@ -226,14 +231,20 @@ def notes_on_sets(base: ModelFolder, adapters: Sequence[ModelFolder]) -> Iterato
 
 def cautions_on_sets(base: ModelFolder, adapters: Sequence[ModelFolder]) -> Iterator[str]:
     """A line for what is lost with the sets that were chosen."""
-    tokenizer = choose_tokenizer(base, adapters)
+    tokenizer, processor = choose_tokenizer(base, adapters), choose_processor(base, adapters)
     own = _files_of(base, _TOKENIZER)
-    if tokenizer.what == "tokenizer" and tokenizer.folder is not None and not has_template(tokenizer.files) and has_template(own):
-        yield (
-            f"the tokenizer beside {tokenizer.folder.source} has no chat template, so the output has none, although the base "
-            f"does; if training used one, put it beside the adapter as {TEMPLATE}"
-        )
-    for chosen in (tokenizer, choose_processor(base, adapters)):
+    if tokenizer.what == "tokenizer" and tokenizer.folder is not None:
+        if not has_template(tokenizer.files) and has_template(own):
+            yield (
+                f"the tokenizer beside {tokenizer.folder.source} has no chat template, so the output has none, although the base "
+                f"does; if training used one, put it beside the adapter as {TEMPLATE}"
+            )
+        elif processor.files and _has_template_file(own) and not _has_template_file(tokenizer.files):
+            yield (
+                f"the tokenizer beside {tokenizer.folder.source} has its chat template in {TOKENIZER_CONFIG}, where a processor "
+                f"does not look, so that the output's has none, although the base's does; put it beside the adapter as {TEMPLATE}"
+            )
+    for chosen in (tokenizer, processor):
         for other in chosen.passed_over:
             assert chosen.folder is not None, "the base passes nobody over"
             yield f"{chosen.what}: from {chosen.folder.source}; {other.source} brings another one, which is not used"

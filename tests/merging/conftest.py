@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import json
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
 
+from tests.merging.tokenizer_places import Place
 from tests.tiny import save_tiny_adapter, save_tiny_base
 
 ARCHITECTURES = ("llama", "qwen2", "gemma3")
@@ -40,3 +43,13 @@ def adapters(tmp_path_factory: pytest.TempPathFactory, bases: Callable[..., Path
         return made[key]
 
     return adapter
+
+
+@pytest.fixture
+def place(bases: Callable[..., Path], adapters: Callable[..., Path], tmp_path: Path) -> Place:
+    """Copies of a tiny base and of its adapter, neither with a tokenizer, to put files beside."""
+    shutil.copytree(bases("llama"), tmp_path / "base")
+    shutil.copytree(adapters("llama"), tmp_path / "adapter")
+    settings = tmp_path / "adapter" / "adapter_config.json"  # names the base where it was made
+    settings.write_text(json.dumps({**json.loads(settings.read_text()), "base_model_name_or_path": str(tmp_path / "base")}))
+    return Place(tmp_path)

@@ -1,93 +1,24 @@
-"""Whose tokenizer and processor the output has. Oracle: transformers, loading the output and the folder it should be like."""
+"""Whose tokenizer the output has. Oracle: transformers, loading the output and the folder it should be like."""
 
 from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import transformers
-from click.testing import CliRunner
 from peft import LoraConfig, get_peft_model
-from tokenizers import Tokenizer, models, pre_tokenizers
 
-from lora_merge.merging.api import merge
-from lora_merge.merging.cli import main
-from lora_merge.merging.errors import MergeError
 from lora_merge.merging.token_ids import embedding_rows
 from lora_merge.merging.tokenizer_files import differences
+from tests.merging.tokenizer_places import BASE_TEMPLATE, TRAINED_TEMPLATE, as_version_4, tokenizer
 from tests.tiny import VOCABULARY
 
 TEXT = "w5 <|end|> <old> w9 <pad>"
 MESSAGES = [{"role": "user", "content": "w7"}]
-BASE_TEMPLATE = "{{ bos_token }}BASE {{ messages[0].content }}"
-TRAINED_TEMPLATE = "{{ bos_token }}TRAINED {{ messages[0].content }}"
-
-
-def tokenizer(extra: tuple[str, ...] = (), size: int = VOCABULARY - 2, **changes: Any) -> transformers.PreTrainedTokenizerFast:
-    """One word a token: w4, w5, ... and four special ones; ``extra`` come after them."""
-    vocabulary = {"<pad>": 0, "<eos>": 1, "<bos>": 2, "<unk>": 3, **{f"w{number}": number for number in range(4, size)}}
-    backend = Tokenizer(models.WordLevel(vocabulary, unk_token="<unk>"))
-    backend.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-    special = {"pad_token": "<pad>", "eos_token": "<eos>", "bos_token": "<bos>", "unk_token": "<unk>"}
-    made = transformers.PreTrainedTokenizerFast(tokenizer_object=backend, **special)
-    made.add_tokens(list(extra))
-    for name, value in changes.items():
-        setattr(made, name, value)
-    return made
-
-
-def as_version_4(folder: Path) -> None:
-    """Give a folder the files that ``save_pretrained`` of transformers 4 adds to those of version 5, with the same content."""
-    loaded = transformers.AutoTokenizer.from_pretrained(folder)
-    special = {name: str(value) for name, value in loaded.special_tokens_map.items() if isinstance(value, str)}
-    (folder / "special_tokens_map.json").write_text(json.dumps(special))
-    added = loaded.get_added_vocab()
-    (folder / "added_tokens.json").write_text(json.dumps(added))
-    config = json.loads((folder / "tokenizer_config.json").read_text())
-    config["added_tokens_decoder"] = {number: {"content": token, "special": True} for token, number in added.items()}
-    config["tokenizer_class"] = "PreTrainedTokenizerFast"
-    (folder / "tokenizer_config.json").write_text(json.dumps(config))
-
-
-@dataclass
-class Place:
-    root: Path
-
-    @property
-    def base(self) -> Path:
-        return self.root / "base"
-
-    @property
-    def adapter(self) -> Path:
-        return self.root / "adapter"
-
-    @property
-    def out(self) -> Path:
-        return self.root / "out"
-
-    def run(self, *rest: object):
-        arguments = ("--base", self.base, "--adapter", self.adapter, "--out", self.out, *rest)
-        return CliRunner().invoke(main, [str(argument) for argument in arguments])
-
-    def warnings(self) -> list[str]:
-        result = self.run("--quiet")
-        assert result.exit_code == 0, result.output
-        return result.stderr.splitlines()
-
-
-@pytest.fixture
-def place(bases: Callable[..., Path], adapters: Callable[..., Path], tmp_path: Path) -> Place:
-    shutil.copytree(bases("llama"), tmp_path / "base")
-    shutil.copytree(adapters("llama"), tmp_path / "adapter")
-    settings = tmp_path / "adapter" / "adapter_config.json"  # names the base where it was made
-    settings.write_text(json.dumps({**json.loads(settings.read_text()), "base_model_name_or_path": str(tmp_path / "base")}))
-    return Place(tmp_path)
 
 
 def behaviour(folder: Path) -> dict[str, Any]:
@@ -332,6 +263,14 @@ def test_tokens_without_a_row_that_need_none(place):
     (warning,) = place.warnings()
     assert f"has token '<padding>' ({VOCABULARY}), but the embedding has {VOCABULARY} rows" in warning
     shutil.rmtree(place.out)
+    as_version_4(place.adapter)
+    config = json.loads((place.adapter / "tokenizer_config.json").read_text())
+    (place.adapter / "tokenizer_config.json").write_text(json.dumps({**config, "pad_token": None}))
+    assert place.warnings() == [warning], "special_tokens_map.json says that it is for padding"
+    shutil.rmtree(place.out)
+    (place.adapter / "special_tokens_map.json").unlink()
+    assert place.run("--dry-run").exit_code == 1, "nothing says so"
+    (place.adapter / "added_tokens.json").unlink()
     for folder, eos in ((place.base, "<eos>"), (place.adapter, "w4")):
         tokenizer(("<a>", "<b>", "<picture>"), eos_token=eos).save_pretrained(folder)
     assert place.warnings() == [], "as Gemma's text models come"
@@ -373,47 +312,3 @@ def test_embeddings_by_their_names(family):
         model = transformers.AutoModel.from_config(config)
     shapes = {name: tuple(parameter.shape) for name, parameter in model.named_parameters(remove_duplicate=False)}
     assert model.get_input_embeddings().weight.shape[0] == embedding_rows(shapes) == 7777
-
-
-def test_processor_of_the_adapter(place):
-    """Version 5 saves one file, which wins over those of version 4; so neither stays beside the other."""
-    small, large = ({"height": size, "width": size} for size in (32, 48))
-    transformers.CLIPImageProcessor(size=large, crop_size=large).save_pretrained(place.base)
-    (place.base / "processor_config.json").write_text(json.dumps({"processor_class": "CLIPProcessor", "image_seq_length": 4}))
-    nested = {**transformers.CLIPImageProcessor(size=small, crop_size=small).to_dict()}
-    (place.adapter / "processor_config.json").write_text(
-        json.dumps({"processor_class": "CLIPProcessor", "image_processor": nested})
-    )
-    result = place.run()
-    assert result.exit_code == 0, result.stderr
-    assert (
-        f"processor: from {place.adapter}; differs from the base's in preprocessor_config.json, processor_config.json"
-        in result.stderr
-    )
-    loaded = transformers.CLIPImageProcessor.from_pretrained(place.out)
-    assert dict(loaded.size) == small and not (place.out / "preprocessor_config.json").exists()
-
-    (place.base / "processor_config.json").write_text(json.dumps({"image_processor": nested, "image_seq_length": 4}))
-    (place.base / "preprocessor_config.json").unlink()
-    (place.adapter / "processor_config.json").unlink()
-    transformers.CLIPImageProcessor(size=large, crop_size=large).save_pretrained(place.adapter)
-    with pytest.raises(MergeError, match=r"holds preprocessor_config\.json, a part of a processor that is not the base's"):
-        merge(place.base, place.adapter, place.root / "mixed")
-    (place.base / "processor_config.json").write_text(json.dumps({"image_processor": nested}))
-    out = merge(place.base, place.adapter, place.root / "other").out
-    assert (
-        dict(transformers.CLIPImageProcessor.from_pretrained(out).size) == large and not (out / "processor_config.json").exists()
-    )
-
-
-def test_processor_of_the_base(place):
-    transformers.CLIPImageProcessor().save_pretrained(place.base)
-    (place.base / "video_preprocessor_config.json").write_text('{"fps": 2}')
-    out = merge(place.base, place.adapter, place.out).out
-    for name in ("preprocessor_config.json", "video_preprocessor_config.json"):
-        assert (out / name).read_bytes() == (place.base / name).read_bytes()
-    shutil.copy(place.base / "preprocessor_config.json", place.adapter)
-    merge(place.base, place.adapter, place.root / "same")
-    (place.adapter / "preprocessor_config.json").write_text("{}")
-    with pytest.raises(MergeError, match="a part of a processor"):
-        merge(place.base, place.adapter, place.root / "part")
