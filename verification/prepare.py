@@ -14,15 +14,13 @@ from typing import Any
 from lora_merge.engines.labels import DecisionLabels, resolve_labels
 from lora_merge.engines.model_files import load_tokenizer, max_positions
 from lora_merge.engines.prompts import DEFAULT_PREFILL, Prompt, read_prompt_rows, token_ids_digest, tokenize
-from lora_merge.merging.tokenizer_files import TEMPLATE
+from lora_merge.merging.tokenizer_files import TEMPLATE, choose_tokenizer
 from verification.checks import Check, Outcome
 from verification.errors import Inconclusive
 from verification.measurement import match_token_ids
 from verification.reference_file import Reference
 from verification.sampling import sample_of
 from verification.sources import Sources
-
-_TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "spiece.model", "vocab.txt")
 
 
 @dataclass(frozen=True)
@@ -166,14 +164,12 @@ def _tokenizer_findings(
     chosen: Sequence[Prompt], sources: Sources, prompts: str | os.PathLike[str], prefill: str, trust_remote_code: bool
 ) -> Iterator[Check]:
     """The reference's own tokenizer, beside its adapter or its base, must make the same ids of these prompts."""
-    folders = [folder.path for folder in (sources.adapter, sources.base) if folder is not None and _has_tokenizer(folder.path)]
-    if not folders:
+    folder, template = _tokenizer_of(sources)
+    if folder is None:
         yield Check("token-ids", Outcome.WARNED, "neither adapter nor base has a tokenizer, so the ids cannot be compared")
         return
-    tokenizer = load_tokenizer(folders[0], trust_remote_code=trust_remote_code)
-    if sources.adapter is not None and (template := sources.adapter.path / TEMPLATE).is_file():
-        # A template alone beside the adapter is one on the base's tokenizer, as a merge takes it; beside a whole tokenizer it is
-        # that one's own.
+    tokenizer = load_tokenizer(folder, trust_remote_code=trust_remote_code)
+    if template is not None:
         tokenizer.chat_template = template.read_text(encoding="utf-8")
     theirs = {prompt.id: prompt.token_ids for prompt in tokenize(read_prompt_rows(Path(prompts)), tokenizer, prefill=prefill)}
     changed = [prompt for prompt in chosen if theirs[prompt.id] != prompt.token_ids]
@@ -183,10 +179,10 @@ def _tokenizer_findings(
             "token-ids",
             Outcome.INCONCLUSIVE,
             f"the merged checkpoint's tokenizer makes other ids of {len(changed)} of {len(chosen)} prompts than the one in "
-            f"{folders[0]}: it was swapped. {_first_difference(first.id, first.token_ids, theirs[first.id])}",
+            f"{folder}: it was swapped. {_first_difference(first.id, first.token_ids, theirs[first.id])}",
         )
     else:
-        yield Check("token-ids", Outcome.PASSED, f"the tokenizers of the merged checkpoint and of {folders[0]} make the same ids")
+        yield Check("token-ids", Outcome.PASSED, f"the tokenizers of the merged checkpoint and of {folder} make the same ids")
 
 
 def _first_difference(prompt: str, merged: Sequence[int], other: Sequence[int]) -> str:
@@ -198,5 +194,14 @@ def _first_difference(prompt: str, merged: Sequence[int], other: Sequence[int]) 
     return f"{prompt!r} has {len(merged)} tokens, and {len(other)} there; they part at token {place}: {here}, and {there} there"
 
 
-def _has_tokenizer(folder: Path) -> bool:
-    return any((folder / name).is_file() for name in _TOKENIZER_FILES)
+def _tokenizer_of(sources: Sources) -> tuple[Path | None, Path | None]:
+    """The folder whose tokenizer the reference has, by the rule of a merge, and the adapter's chat template on top of it."""
+    folders = [folder for folder in (sources.base, sources.adapter) if folder is not None]
+    if not folders:
+        return None, None
+    chosen = choose_tokenizer(folders[0], folders[1:])
+    if not chosen.files:
+        return None, None
+    if chosen.what == "chat template":
+        return folders[0].path, chosen.files[TEMPLATE]
+    return (chosen.folder or folders[0]).path, None

@@ -179,7 +179,9 @@ def _base_findings(
 
 def _named_base(base: ModelFolder | None, manifest: MergeManifest | None) -> tuple[str, str | None] | None:
     if base is not None:
-        return base.source, base.commit or commit_of(str(base.path.resolve()), None)
+        path = str(base.path.resolve())
+        source = base.source if model_name(base.source).strip(".") else path  # "." has no name of its own
+        return source, base.commit or commit_of(path, None)
     return None if manifest is None else (manifest.base.source, manifest.base.commit)
 
 

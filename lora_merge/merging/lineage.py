@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator, Sequence
 
 from lora_merge.merging.adapter import Adapter
@@ -13,9 +12,6 @@ from lora_merge.merging.folders import ModelFolder
 from lora_merge.merging.manifest import MergeManifest, read_manifest
 from lora_merge.merging.model_names import same_model
 from lora_merge.merging.side_files import MANIFEST_FILE
-
-_UNSLOTH_4BIT = re.compile(r"(-unsloth)?-bnb-4bit$")
-"""What Unsloth's quantized uploads have behind the name of the model that they quantize."""
 
 
 def check_lineage(base: Checkpoint, adapters: Sequence[Adapter]) -> None:
@@ -49,8 +45,7 @@ def lineage_cautions(base: Checkpoint, adapters: Sequence[Adapter]) -> Iterator[
     here = (base.folder.source, str(base.folder.path.resolve()))
     for adapter in adapters:
         named = adapter.named_base
-        names = () if named is None else (named, _UNSLOTH_4BIT.sub("", named))
-        if names and not any(same_model(name, source) for name in names for source in here):
+        if named is not None and not any(same_model(named, source) for source in here):
             yield (
                 f"{adapter.folder.source} was trained on {named} by its configuration, and base {base.folder.source} has another "
                 "name; make sure that it is the same model: the shapes of another one can fit as well"

@@ -3,21 +3,24 @@
 from __future__ import annotations
 
 import re
-from pathlib import PurePath
 
 _SNAPSHOT = re.compile(r"models--(?P<owner>[^/]+?)--(?P<name>[^/]+)/snapshots/(?P<commit>[0-9a-f]{40})")
 _COMMIT = re.compile(r"[0-9a-f]{40}")
+_SEPARATOR = re.compile(r"[\\/]+")
+_QUANTIZED = re.compile(r"(-unsloth)?-bnb-4bit$")
+"""What Unsloth's uploads in 4 bit have behind the name of the model that they quantize."""
 
 
 def model_name(source: str) -> str:
     """The last part of a hub id, of a folder, or of the hub id in a snapshot folder of the hub's cache; lower case."""
     found = _SNAPSHOT.search(source)
-    return (found["name"] if found else PurePath(source).name).lower()
+    name = found["name"] if found else _SEPARATOR.split(source.rstrip("\\/"))[-1]
+    return name.lower().replace("___", ".")  # ModelScope's cache writes its dots so
 
 
 def same_model(first: str, second: str) -> bool:
-    """Whether the names can be of one model: equal, or alike in :func:`model_name`."""
-    return first == second or model_name(first) == model_name(second)
+    """Whether the names can be of one model: equal, or alike in :func:`model_name`; one may be of its quantized upload."""
+    return first == second or _QUANTIZED.sub("", model_name(first)) == _QUANTIZED.sub("", model_name(second))
 
 
 def commit_of(source: str, revision: str | None) -> str | None:

@@ -39,23 +39,32 @@ class Rowless:
         tokens: id -> token, in order.
         rows: of the embedding.
         source: the folder the tokenizer came from, as the user named it.
-        refused: whether a merge makes no sense: where all of them are for padding, no engine need ever look one up; and without a
-            tokenizer of the base nothing says who added them.
+        only_padding: whether all of them are for padding, so that no engine need ever look one up.
+        has_own: whether the base has a tokenizer; without one nothing says who added them.
     """
 
     tokens: Mapping[int, str]
     rows: int
     source: str
-    refused: bool
+    only_padding: bool
+    has_own: bool
+
+    @property
+    def refused(self) -> bool:
+        """Whether a merge makes no sense."""
+        return self.has_own and not self.only_padding
 
     @property
     def message(self) -> str:
         first = next(iter(self.tokens))
         more = f" and {len(self.tokens) - 1} more" if len(self.tokens) > 1 else ""
-        return (
-            f"the tokenizer from {self.source} has token {self.tokens[first]!r} ({first}){more}, but the embedding has "
-            f"{self.rows} rows: no engine can read a prompt with it; save the adapter with its resized embedding "
-            "(save_embedding_layers=True), or put the tokenizer beside it that it was trained with"
+        found = f"the tokenizer from {self.source} has token {self.tokens[first]!r} ({first}){more}, but the embedding has "
+        found += f"{self.rows} rows: "
+        if self.only_padding:
+            return found + "it is for padding alone, which vLLM never looks up; an engine that pads needs another pad token"
+        return found + (
+            "no engine can read a prompt with it; save the adapter with its resized embedding (save_embedding_layers=True), or "
+            "put the tokenizer beside it that it was trained with"
         )
 
 
@@ -84,7 +93,7 @@ def tokens_without_row(plan: MergePlan) -> Rowless | None:
         return None
     only_padding = set(beyond.values()) <= _padding(chosen.files)
     source = (chosen.folder or plan.base.folder).source
-    return Rowless(beyond, rows, source, refused=bool(own) and not only_padding)
+    return Rowless(beyond, rows, source, only_padding, has_own=bool(own))
 
 
 def _stated_rows(config: Mapping[str, Any]) -> int:

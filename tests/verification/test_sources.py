@@ -31,6 +31,8 @@ COMMIT = "0123456789abcdef0123456789abcdef01234567"
         ("google/gemma-3-270m", "gemma-3-270m"),
         ("gpt2", "gpt2"),
         ("/models/Gemma-3-270M/", "gemma-3-270m"),
+        ("C:\\models\\Gemma-3-270M", "gemma-3-270m"),
+        ("/cache/Qwen/Qwen2___5-7B-Instruct", "qwen2.5-7b-instruct"),
         (f"/root/.cache/hub/models--google--gemma-3-270m/snapshots/{COMMIT}", "gemma-3-270m"),
     ],
 )
@@ -41,6 +43,9 @@ def test_the_name_of_a_model(source: str, name: str) -> None:
 def test_names_that_can_be_one_model() -> None:
     assert same_model("google/gemma-3-270m", "models/gemma-3-270m")
     assert not same_model("google/gemma-3-270m", "google/gemma-3-270m-it")
+    for quantized in ("unsloth/gemma-3-270m-bnb-4bit", "unsloth/gemma-3-270m-unsloth-bnb-4bit", "x/Gemma-3-270m-BNB-4bit"):
+        assert same_model(quantized, "google/gemma-3-270m") and same_model("google/gemma-3-270m", quantized)
+        assert not same_model(quantized, "google/gemma-3-270m-it")
 
 
 def test_what_is_known_of_a_commit() -> None:
