@@ -13,6 +13,7 @@ from lora_merge.merging.module_folders import folders_left_behind
 from lora_merge.merging.plan import ORIGINAL_WEIGHTS, MergePlan
 from lora_merge.merging.quantization import GIVEN, QuantRecipe
 from lora_merge.merging.recipes import known_recipe, read_recipe
+from lora_merge.merging.safetensors_file import read_tensor
 from lora_merge.merging.token_ids import tokens_without_row
 from lora_merge.merging.tokenizer_files import cautions_on_sets, notes_on_sets
 from lora_merge.merging.trainers import eight_bit_training, named_in_4bit
@@ -35,6 +36,7 @@ def cautions(plan: MergePlan, options: MergeOptions) -> Iterator[str]:
     yield from lineage_cautions(plan.base, plan.adapters)
     for adapter in plan.adapters:
         yield from _revision(adapter, plan, options.revision)
+        yield from _untrained(adapter)
     yield from cautions_on_sets(plan.base.folder, [adapter.folder for adapter in plan.adapters])
     if plan.untied and (kinds := TIED_IN_VLLM & set(model_types(plan.base.config))):
         yield (
@@ -52,6 +54,14 @@ def notes(plan: MergePlan) -> Iterator[str]:
     left = folders_left_behind(plan.base.folder.path)
     if left:
         yield f"folders of the base that are left behind: {', '.join(left)}"
+
+
+def _untrained(adapter: Adapter) -> Iterator[str]:
+    """One half of a product is zero before training, lora_B, or lora_embedding_A; the first that is not answers."""
+    zero = all(not read_tensor(pair.a if pair.embedding else pair.b).any() for pair in adapter.pairs)
+    others = any(pair.bias or pair.magnitude for pair in adapter.pairs) or bool(adapter.replacements)
+    if adapter.pairs and zero and not others:
+        yield f"{adapter.folder.source}: every update is zero, as before training, so that the merge changes no weight by it"
 
 
 def _quantized_training(adapter: Adapter) -> Iterator[str]:

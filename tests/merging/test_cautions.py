@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 from click.testing import CliRunner
+from safetensors.torch import load_file, save_file
 
 from lora_merge.merging.cli import main
 from lora_merge.merging.manifest import read_manifest
@@ -123,6 +124,18 @@ def test_what_contradicts_the_record_is_said_wherever_it_comes_from(place, tmp_p
     assert line.startswith(
         "warning: quantized_modules is given as *q_proj, but the record beside the adapter says model.layers.0."
     )
+
+
+@pytest.mark.parametrize("trained", [None, "model.layers.1.mlp.up_proj"])
+def test_an_adapter_before_its_training_is_said(trained, place):
+    """As ``get_peft_model`` makes it, but for one module at most; PEFT writes lora_B as zeros."""
+    tensors = load_file(place.one / "adapter_model.safetensors")
+    for name, tensor in tensors.items():
+        if "lora_B" in name and (trained is None or trained not in name):
+            tensor.zero_()
+    save_file(tensors, place.one / "adapter_model.safetensors")
+    expected = [f"warning: {place.one}: every update is zero, as before training, so that the merge changes no weight by it"]
+    assert place.run(adapters=1).stderr.splitlines() == ([] if trained else expected)
 
 
 def test_every_adapter_is_looked_at_on_its_way_into_the_original_weights(place):
