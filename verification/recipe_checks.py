@@ -14,13 +14,12 @@ from typing import Any
 
 from lora_merge.merging.manifest import MergeManifest
 from lora_merge.merging.plan import ORIGINAL_WEIGHTS
-from lora_merge.merging.quantization import ASSUMED, RECIPE_FIELDS, QuantRecipe
+from lora_merge.merging.quantization import ASSUMED, RECIPE_FIELDS, WEIGHT_SETTINGS, QuantRecipe
 from lora_merge.merging.recipes import find_recipe, recipe_of_config
 from verification.checks import IF_TRAINED_IN_4BIT, MERGE_AGAIN, Check, Outcome
 from verification.gate import RECIPE_CHECK
 
 WARNED, INCONCLUSIVE = Outcome.WARNED, Outcome.INCONCLUSIVE
-_SETTINGS = ("quant_type", "double_quant", "block_size", "quant_dtype")
 
 
 def recorded_recipe(adapter: Path, named_base: str | None) -> QuantRecipe:
@@ -84,7 +83,7 @@ def recipe_findings(
     elif (
         manifest is not None
         and manifest.recipe is not None
-        and any(_differs(name, manifest.recipe, recipe) for name in _SETTINGS)
+        and any(_differs(name, manifest.recipe, recipe) for name in WEIGHT_SETTINGS)
     ):
         reason = (
             f"merged through {manifest.recipe.describe()}, but the reference is {described}; only the drift shows what it does"
@@ -109,7 +108,7 @@ def _provenance(recipe: QuantRecipe | None, origin: str, recorded: QuantRecipe |
 def _in_part(recipe: QuantRecipe | None) -> str:
     """Which settings are the usual QLoRA ones for want of anybody who tells them."""
     known = _known(recipe)
-    return f" in part ({', '.join(name for name in _SETTINGS if name not in known)})" if known else ", the usual QLoRA one"
+    return f" in part ({', '.join(name for name in WEIGHT_SETTINGS if name not in known)})" if known else ", the usual QLoRA one"
 
 
 def _unquantized_findings(recorded: QuantRecipe | None, manifest: MergeManifest | None) -> Iterator[Check]:
@@ -128,7 +127,7 @@ def _unquantized_findings(recorded: QuantRecipe | None, manifest: MergeManifest 
 
 def _known(recipe: QuantRecipe | None) -> list[str]:
     """The settings that somebody tells."""
-    return [] if recipe is None else [name for name in _SETTINGS if recipe.origins.get(name, ASSUMED) != ASSUMED]
+    return [] if recipe is None else [name for name in WEIGHT_SETTINGS if recipe.origins.get(name, ASSUMED) != ASSUMED]
 
 
 def _contradiction(recorded: QuantRecipe, other: QuantRecipe) -> str | None:

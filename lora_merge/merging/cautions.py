@@ -11,7 +11,7 @@ from lora_merge.merging.architecture import model_types
 from lora_merge.merging.lineage import lineage_cautions
 from lora_merge.merging.module_folders import folders_left_behind
 from lora_merge.merging.plan import ORIGINAL_WEIGHTS, MergePlan
-from lora_merge.merging.quantization import GIVEN, QuantRecipe
+from lora_merge.merging.quantization import GIVEN, WEIGHT_SETTINGS, QuantRecipe
 from lora_merge.merging.recipes import known_recipe, read_recipe
 from lora_merge.merging.safetensors_file import read_tensor
 from lora_merge.merging.token_ids import tokens_without_row
@@ -21,7 +21,6 @@ from lora_merge.merging.trainers import eight_bit_training, named_in_4bit
 if TYPE_CHECKING:
     from lora_merge.merging.api import MergeOptions
 
-_SETTINGS = ("quant_type", "double_quant", "block_size", "quant_dtype", "quantized_modules")
 TIED_IN_VLLM = frozenset("bloom cohere cohere2 cohere2_moe gemma2 gemma3n gemma3n_text whisper zamba2".split())
 """Model types that vLLM gives no head of its own, whatever ``tie_word_embeddings`` says; source: vLLM 0.32."""
 
@@ -112,9 +111,11 @@ def _recipe(plan: MergePlan) -> Iterator[str]:
 
 def _against_record(used: QuantRecipe, recorded: QuantRecipe | None, beside: str) -> Iterator[str]:
     """Settings that training recorded and the merge takes otherwise, wherever from."""
-    for name in _SETTINGS if recorded is not None else ():
+    if recorded is None:
+        return
+    for name in (*WEIGHT_SETTINGS, "quantized_modules"):
         value, told, origin = getattr(used, name), getattr(recorded, name), used.origins.get(name)
-        if recorded is not None and name in recorded.origins and value != told:
+        if name in recorded.origins and value != told:
             how = f"given as {_shown(value)}" if origin == GIVEN else f"{_shown(value)} by {origin}"
             yield f"{name} is {how}, but the record beside {beside} says {_shown(told)}"
 

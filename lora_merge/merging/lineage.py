@@ -23,7 +23,7 @@ def check_lineage(base: Checkpoint, adapters: Sequence[Adapter]) -> None:
     manifest = _manifest(base.folder)
     if manifest is None:
         return
-    inside = {artifact.identity: artifact for artifact in manifest.adapters if artifact.identity is not None}
+    inside = {artifact.identity for artifact in manifest.adapters}
     for adapter in adapters:
         path = adapter.folder.path
         if adapter_identity(path, adapter_digests(path)) in inside:

@@ -28,7 +28,9 @@ DOUBLE_QUANT_BLOCK = 256
 
 ASSUMED = "assumed (QLoRA default)"
 GIVEN = "given explicitly"
-_SETTINGS = ("quant_type", "double_quant", "block_size", "quant_dtype", "skip_modules", "quantized_modules")
+WEIGHT_SETTINGS = ("quant_type", "double_quant", "block_size", "quant_dtype")
+"""The settings of a recipe that change a dequantized weight; the others choose the weights."""
+_SETTINGS = (*WEIGHT_SETTINGS, "skip_modules", "quantized_modules")
 
 
 @dataclass(frozen=True)
@@ -71,14 +73,12 @@ class QuantRecipe:
     @property
     def assumed(self) -> bool:
         """Whether a setting that changes the dequantized weights is the usual QLoRA one rather than a recorded one."""
-        return any(
-            self.origins.get(name, ASSUMED) == ASSUMED for name in ("quant_type", "double_quant", "block_size", "quant_dtype")
-        )
+        return any(self.origins.get(name, ASSUMED) == ASSUMED for name in WEIGHT_SETTINGS)
 
     @property
     def source(self) -> str:
         """Where the settings were found, in one phrase."""
-        return ", ".join(dict.fromkeys(self.origins.get(name, ASSUMED) for name in _SETTINGS[:4]))
+        return ", ".join(dict.fromkeys(self.origins.get(name, ASSUMED) for name in WEIGHT_SETTINGS))
 
     def to_json(self) -> dict[str, Any]:
         """A JSON object with every setting, the origins and ``assumed``; :meth:`from_json` reads it back."""

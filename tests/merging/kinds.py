@@ -94,18 +94,23 @@ def model_class(architecture: str) -> Any:
     return MODEL_CLASSES.get(architecture, transformers.AutoModelForCausalLM)
 
 
-def save_base(folder: Path, architecture: str, dtype: torch.dtype = torch.bfloat16, **saving: Any) -> Path:
-    """Save a random base whose every parameter matters: no zero biases, no norms of exactly one."""
-    torch.manual_seed(0)
-    chosen = model_class(architecture)
-    config = _config(architecture)
-    model = chosen(config) if architecture in MODEL_CLASSES else chosen.from_config(config)
+def give_weight(model: Any) -> None:
+    """Random parameters of a size at which each matters."""
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if parameter.ndim > 1:
                 parameter.normal_(0, 0.08)
             elif "bias" in name:
                 parameter.normal_(0, 0.3)
+
+
+def save_base(folder: Path, architecture: str, dtype: torch.dtype = torch.bfloat16, **saving: Any) -> Path:
+    """Save a random base whose every parameter matters: no zero biases, no norms of exactly one."""
+    torch.manual_seed(0)
+    chosen = model_class(architecture)
+    config = _config(architecture)
+    model = chosen(config) if architecture in MODEL_CLASSES else chosen.from_config(config)
+    give_weight(model)
     model.to(dtype).save_pretrained(folder, **saving)
     return folder
 

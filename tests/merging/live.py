@@ -9,18 +9,13 @@ import torch
 from peft import PeftModel
 
 from lora_merge.merging.api import MergeOptions, merge
-from tests.merging.kinds import TOKENS
+from tests.merging.kinds import TOKENS, give_weight
 
 
 def save_class(folder: Path, model: Any) -> Path:
     """Save ``model`` in bfloat16 with weights that all matter, as ``kinds.save_base`` does."""
     torch.manual_seed(0)
-    with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            if parameter.ndim > 1:
-                parameter.normal_(0, 0.08)
-            elif "bias" in name:
-                parameter.normal_(0, 0.3)
+    give_weight(model)
     model.to(torch.bfloat16).save_pretrained(folder)
     return folder
 
