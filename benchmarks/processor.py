@@ -15,6 +15,7 @@ import json
 import os
 import time
 from collections.abc import Callable
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -87,9 +88,9 @@ def hash_rates() -> dict[str, float]:
 
     def pair(kind: Callable[[], Any]) -> Callable[[], None]:
         def both() -> None:
-            digests = kind()
-            for _ in range(CHUNKS):
-                digests.update(first, second)
+            with closing(kind()) as digests:
+                for _ in range(CHUNKS):
+                    digests.update(first, second)
 
         return both
 

@@ -20,6 +20,10 @@ class HashPair(Protocol):
         """Both digests, of what came so far."""
         ...
 
+    def close(self) -> None:
+        """Give back its thread, if it has one."""
+        ...
+
 
 def hash_pair() -> HashPair:
     """A fresh pair: on one core where that is fast, else on two."""
@@ -42,3 +46,6 @@ class SideBySide:
 
     def hexdigests(self) -> tuple[str, str]:
         return self._hashes[0].hexdigest(), self._hashes[1].hexdigest()
+
+    def close(self) -> None:
+        self._thread.shutdown()

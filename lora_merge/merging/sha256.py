@@ -204,6 +204,9 @@ class Interleaved:
         first, second = (stream.hexdigest() for stream in self._streams)
         return first, second
 
+    def close(self) -> None:
+        return
+
 
 @cache
 def pays() -> bool:

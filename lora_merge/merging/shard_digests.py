@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 import threading
 from concurrent.futures import ThreadPoolExecutor
-from functools import cached_property
 from typing import Protocol
 
 from lora_merge.merging.hash_pair import HashPair, hash_pair
@@ -46,10 +45,13 @@ class Together:
     def __init__(self, base: SourceFile) -> None:
         self._base = base
         self._done = 0
+        self._pair: HashPair | None = None
 
-    @cached_property
+    @property
     def _hashes(self) -> HashPair:
-        return hash_pair()  # in the hashing thread, since code may have to be loaded for it
+        if self._pair is None:
+            self._pair = hash_pair()  # in the hashing thread, since code may have to be loaded for it
+        return self._pair
 
     def add(self, block: Block) -> None:
         if block.base_start is not None:
@@ -66,7 +68,8 @@ class Together:
         return self._hashes.hexdigests()
 
     def close(self) -> None:
-        return
+        if self._pair is not None:
+            self._pair.close()
 
     def _catch_up(self, stop: int) -> None:
         while self._done < stop:

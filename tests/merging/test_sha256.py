@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+from contextlib import closing
 
 import numpy as np
 import pytest
@@ -22,22 +23,22 @@ DATA = np.random.default_rng(0).integers(0, 256, 1 << 16, dtype=np.uint8).tobyte
 @given(cuts=st.lists(st.tuples(st.integers(0, 700), st.integers(0, 700)), max_size=12))
 def test_digests_are_those_of_hashlib(kind, cuts):
     """Every pair of lengths, in particular around 55, 56, 63, 64 and 65 bytes, where padding and blocks end."""
-    hashes = kind()
     sent = [b"", b""]
-    for lengths in cuts:
-        parts = [DATA[len(so_far) : len(so_far) + length] for so_far, length in zip(sent, lengths, strict=True)]
-        hashes.update(memoryview(parts[0]), parts[1])
-        sent = [so_far + part for so_far, part in zip(sent, parts, strict=True)]
-        assert hashes.hexdigests() == tuple(hashlib.sha256(stream).hexdigest() for stream in sent)
+    with closing(kind()) as hashes:
+        for lengths in cuts:
+            parts = [DATA[len(so_far) : len(so_far) + length] for so_far, length in zip(sent, lengths, strict=True)]
+            hashes.update(memoryview(parts[0]), parts[1])
+            sent = [so_far + part for so_far, part in zip(sent, parts, strict=True)]
+            assert hashes.hexdigests() == tuple(hashlib.sha256(stream).hexdigest() for stream in sent)
 
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("length", [0, 1, 54, 55, 56, 57, 63, 64, 65, 119, 120, 128, 1 << 16])
 def test_every_length_of_padding(kind, length):
-    hashes = kind()
-    hashes.update(DATA[:length], DATA[-length:] if length else b"")
-    expected = DATA[:length], DATA[-length:] if length else b""
-    assert hashes.hexdigests() == tuple(hashlib.sha256(stream).hexdigest() for stream in expected)
+    parts = DATA[:length], DATA[-length:] if length else b""
+    with closing(kind()) as hashes:
+        hashes.update(*parts)
+        assert hashes.hexdigests() == tuple(hashlib.sha256(stream).hexdigest() for stream in parts)
 
 
 def test_the_constants_are_those_of_the_standard():
