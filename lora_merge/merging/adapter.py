@@ -42,6 +42,12 @@ _PARTS = {
 _UNDER_TOKENS = re.compile(r"\.token_adapter(?=\.base_layer\.weight$)")
 _REPLACED = re.compile(r"(?P<module>.+?)(\.(?P<how>base_layer|original_module))?\.(?P<parameter>[^.]+)")
 _SAVED_MODULE = re.compile(r"\.modules_to_save(\.default)?(?=\.)")
+# Of the task types of PEFT, those whose classes have a head of their own.
+_TASK_CLASSES = {
+    "SEQ_CLS": "ForSequenceClassification",
+    "TOKEN_CLS": "ForTokenClassification",
+    "QUESTION_ANS": "ForQuestionAnswering",
+}
 
 
 @dataclass(frozen=True)
@@ -123,6 +129,11 @@ class Adapter:
         """The base that the adapter says it was trained on."""
         name = self.config.get("base_model_name_or_path")
         return name if isinstance(name, str) and name else None
+
+    @property
+    def task_class(self) -> str | None:
+        """How the classes of the task that it was trained for end, where that is one with a head of its own."""
+        return _TASK_CLASSES.get(str(self.config.get("task_type")))
 
     @property
     def files(self) -> tuple[str, str]:

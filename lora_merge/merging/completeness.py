@@ -20,8 +20,6 @@ from lora_merge.merging.experts import is_expert_layer, layer_names, targeted_pa
 from lora_merge.merging.names import neutral
 from lora_merge.merging.safetensors_file import TensorInfo
 
-# How the classes for a task type of PEFT are called.
-_CLASSIFIERS = {"SEQ_CLS": "ForSequenceClassification", "TOKEN_CLS": "ForTokenClassification"}
 _NUMBER = re.compile(r"(?<=\.)\d+(?=\.)")
 
 
@@ -74,8 +72,7 @@ def _check_saved_modules(adapter: Adapter, names: tuple[str, ...], architecture:
 
 def _is_classifier(adapter: Adapter, architecture: Architecture) -> bool:
     """Whether the base's class is one for the task that the adapter names."""
-    task = _CLASSIFIERS.get(str(adapter.config.get("task_type")))
-    return task is not None and type(architecture.model).__name__.endswith(task)
+    return adapter.task_class is not None and type(architecture.model).__name__.endswith(adapter.task_class)
 
 
 def _has_module(architecture: Architecture, ending: str) -> bool:

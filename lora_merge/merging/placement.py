@@ -21,12 +21,6 @@ from lora_merge.merging.tying import Ties, same_values
 from lora_merge.merging.updates import AddLowRankParts, AddVector, ReplaceRows, RescaleColumns, RescaleRows
 
 _ATTENTION_OUTPUT = re.compile(r"(?P<attention>.+)\.base_layer\.out_proj")
-# By the adapter's task type, the class that a base without a head was loaded with, which gave it one.
-_CLASSIFIERS = {
-    "SEQ_CLS": "AutoModelForSequenceClassification",
-    "TOKEN_CLS": "AutoModelForTokenClassification",
-    "QUESTION_ANS": "AutoModelForQuestionAnswering",
-}
 
 
 @dataclass
@@ -285,12 +279,11 @@ def _check_expert_rank(operation: Operation, rank: int, pair: LowRankPair, path:
 
 def _head_of_training(adapter: Adapter) -> str:
     """What to do about a classifier's head that the base does not have; empty for an adapter of a language model."""
-    chosen = _CLASSIFIERS.get(str(adapter.config.get("task_type")))
-    if chosen is None:
+    if adapter.task_class is None:
         return ""
     return (
-        f"a head that training put on a base without one: load the base with {chosen} (num_labels as in training), save it with "
-        "save_pretrained and merge into that"
+        f"a head that training put on a base without one: load the base with AutoModel{adapter.task_class} (num_labels as in "
+        "training), save it with save_pretrained and merge into that"
     )
 
 
