@@ -15,7 +15,8 @@ nothing is dropped silently. Empty lines at the end belong to the end.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Iterator, Mapping
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -29,7 +30,8 @@ SOURCES = ("prompt", "messages", "prompt_token_ids")
 class PromptRow:
     """One well-formed row: an id, exactly one source, and the fields that pass through.
 
-    ``line`` is the row's 1-based line in its file, or its 1-based position when it came from memory.
+    ``line`` is the row's 1-based line in its file, or its 1-based position when it came from memory; ``text`` the line itself, as
+    in :class:`BadRow`.
     """
 
     id: str
@@ -38,6 +40,7 @@ class PromptRow:
     prompt_token_ids: tuple[int, ...] | None = None
     fields: Mapping[str, Any] = field(default_factory=dict)
     line: int = 0
+    text: str = field(default="", compare=False, repr=False)
 
 
 @dataclass(frozen=True)
@@ -53,14 +56,16 @@ class BadRow:
     text: str = ""
 
 
-def iter_prompt_rows(path: str | Path) -> Iterator[PromptRow | BadRow]:
+def iter_prompt_rows(path: str | Path, read: Callable[[bytes], object] | None = None) -> Iterator[PromptRow | BadRow]:
     """Every line of ``path`` as a row or as a bad row with its reason, in order and in constant memory but for the ids seen.
+
+    ``read`` is told the bytes of every line, whatever becomes of it.
 
     Raises :class:`EngineError` when the file cannot be opened.
     """
     try:
         with open(path, "rb") as file:
-            yield from _rows_of_lines(file)
+            yield from _rows_of_lines(file if read is None else _told(file, read))
     except OSError as error:
         raise EngineError(f"prompt file {path}: {error.strerror or error}; give a readable JSON Lines file") from error
 
@@ -83,6 +88,12 @@ def _good(row: PromptRow | BadRow, source: str) -> PromptRow:
     if isinstance(row, BadRow):
         raise EngineError(f"{source} line {row.line}{f' (id {row.id!r})' if row.id else ''}: {row.reason}")
     return row
+
+
+def _told(lines: Iterable[bytes], read: Callable[[bytes], object]) -> Iterator[bytes]:
+    for line in lines:
+        read(line)
+        yield line
 
 
 def _rows_of_lines(lines: Iterable[bytes]) -> Iterator[PromptRow | BadRow]:
@@ -112,6 +123,7 @@ def _parse(raw: bytes) -> Any:
             raw.decode("utf-8"),
             object_pairs_hook=_object_without_twins,
             parse_constant=_refuse_constant,
+            parse_float=_finite,
         )
     except UnicodeDecodeError as error:
         raise ValueError(f"not UTF-8: byte {error.start + 1} of the line is 0x{raw[error.start]:02x}") from None
@@ -137,6 +149,14 @@ def _object_without_twins(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 def _refuse_constant(name: str) -> Any:
     raise ValueError(f"broken JSON: {name} is not a JSON value")
+
+
+def _finite(number: str) -> float:
+    """A number beyond float64 would be read as infinity, which JSON cannot write back."""
+    value = float(number)
+    if math.isinf(value):
+        raise ValueError(f"broken JSON: {number[:40]} is too large for a number")
+    return value
 
 
 def _row(value: Any, line: int, text: str, seen: set[str]) -> PromptRow | BadRow:
@@ -171,7 +191,7 @@ def _row(value: Any, line: int, text: str, seen: set[str]) -> PromptRow | BadRow
     seen.add(row_id)
     fields = {name: item for name, item in value.items() if name != "id" and name not in SOURCES}
     content: Any = value[source] if source == "prompt" else tuple(value[source])
-    return PromptRow(row_id, fields=fields, line=line, **{source: content})
+    return PromptRow(row_id, fields=fields, line=line, text=text, **{source: content})
 
 
 def _check_prompt(prompt: Any) -> str | None:

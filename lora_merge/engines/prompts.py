@@ -258,4 +258,4 @@ class _Encoder:
 
 
 def _bad(row: PromptRow, reason: str) -> BadRow:
-    return BadRow(row.line, reason, row.id, row.prompt or "")
+    return BadRow(row.line, reason, row.id, row.text)

@@ -33,7 +33,7 @@ class PromptsFacts:
         sha256: of its bytes.
         tokens_sha256: of the accepted prompts (id, token ids, fields) and the quarantined lines, in order; it moves when another
             tokenizer, prefill or library version makes other ids of the same bytes.
-        rows: lines of the file.
+        rows: lines of the file, empty ones at its end not counted.
         accepted: prompts that passed, over all shards.
         quarantined: lines that did not, over all shards.
     """
@@ -107,13 +107,14 @@ def take_in(
     shard has none. ``progress`` is told of lines.
 
     Raises:
-        GenerationError: the file holds no rows at all, or the quarantine cannot be written.
+        GenerationError: the file holds no rows at all, is another than before, or the quarantine cannot be written.
         EngineError: the file cannot be read.
     """
-    tally = _Tally()
+    tally, bytes_read = _Tally(), hashlib.sha256()
+    rows = iter_prompt_rows(prompts.path, bytes_read.update)
     with replaced_file(quarantine) as aside:
-        for found in tokenize_rows(iter_prompt_rows(prompts.path), tokenizer, prefill=prefill, max_length=max_length):
-            item, line = _encoded(found)
+        for item in tokenize_rows(rows, tokenizer, prefill=prefill, max_length=max_length):
+            line = spool_line(item) if isinstance(item, Prompt) else _aside_line(item)
             mine = shard.takes(tally.accepted // chunk_size)
             tally.add(item, line)
             if isinstance(item, Prompt):
@@ -123,28 +124,26 @@ def take_in(
                 aside.write(line)
                 tally.quarantined_here += 1
             progress(1)
-        if tally.rows != prompts.lines:
-            raise GenerationError(
-                f"prompt file {prompts.path} had {prompts.lines} lines and then {tally.rows}; let nobody write to it"
-            )
+        if bytes_read.hexdigest() != prompts.sha256:
+            raise GenerationError(f"prompt file {prompts.path} changed while it was read; let nobody write to it")
         if tally.rows == 0:
             raise GenerationError(f"prompt file {prompts.path} holds no rows; expected one JSON object a line")
     if tally.quarantined_here == 0:
         quarantine.unlink(missing_ok=True)
-    accepted, rows = tally.accepted, tally.rows
-    facts = PromptsFacts(str(prompts.path), prompts.sha256, tally.digest.hexdigest(), rows, accepted, rows - accepted)
+    facts = PromptsFacts(
+        str(prompts.path),
+        prompts.sha256,
+        tally.digest.hexdigest(),
+        tally.rows,
+        tally.accepted,
+        tally.rows - tally.accepted,
+    )
     troubles = tuple(sorted(tally.troubles.values(), key=lambda trouble: -trouble.lines))
     return Intake(facts, spool, tally.quarantined_here, troubles, tuple(tally.sample.prompts), tally.longest)
 
 
-def _encoded(item: Prompt | BadRow) -> tuple[Prompt | BadRow, bytes]:
-    """``item`` with its line for spool or quarantine; a prompt whose fields cannot be written back turns into a bad row."""
-    if isinstance(item, Prompt):
-        try:
-            return item, spool_line(item)
-        except ValueError as error:
-            item = BadRow(item.line, f"a field cannot be passed through as JSON: {error}", item.id, item.text or "")
-    return item, json.dumps(vars(item), ensure_ascii=False).encode("utf-8") + b"\n"
+def _aside_line(row: BadRow) -> bytes:
+    return json.dumps(vars(row), ensure_ascii=False).encode("utf-8") + b"\n"
 
 
 class EvenSample:

@@ -68,6 +68,6 @@ class PromptSpool:
 
 
 def spool_line(prompt: Prompt) -> bytes:
-    """``prompt`` as one line; ValueError when a field holds a number that JSON cannot write, such as 1e400 once it is read."""
+    """``prompt`` as one line."""
     value = [prompt.id, prompt.line, prompt.token_ids, dict(prompt.fields)]
     return json.dumps(value, allow_nan=False, separators=(",", ":")).encode("ascii") + b"\n"

@@ -53,9 +53,10 @@ BAD = [
     (b'{"id": "x2", "prompt": "   "}', "prompt is empty"),
     (b'{"id": "x3", "prompt": "' + b"leek " * 200 + b'"}', "the model has room for 60"),
     (b'{"id": "x4", "prompt": "\xff"}', "not UTF-8"),
-    (b'{"id": "x5", "prompt": "a", "price": 1e999}', "cannot be passed through"),
+    (b'{"id": "x5", "prompt": "a", "price": 1e999}', "1e999 is too large for a number"),
     (b'{"id": "x6", "prompt_token_ids": [2, 99999]}', "another tokenizer's"),
     (b'{"id": "x7"}', "expected exactly one of"),
+    (b'{"id": "x9", "price": 1.5, "messages": [{"role": "user", "content": "' + b"leek " * 200 + b'"}]}', "room for 60"),
     (b'"x8"', "expected an object"),
 ]
 
@@ -68,16 +69,17 @@ def test_good_rows_are_the_tokenizers_and_bad_ones_are_set_aside_with_reasons(to
     steps = []
     intake = take(path, tokenizer, tmp_path, progress=steps.append)
     assert spooled(intake) == read_prompts(str(write_lines(tmp_path / "good.jsonl", good)), tokenizer, prefill=PREFILL)
-    assert [prompt.line for prompt in spooled(intake)] == [*range(1, 11), *range(22, 42)]
+    assert [prompt.line for prompt in spooled(intake)] == [*range(1, 11), *range(23, 43)]
     aside = read_rows(tmp_path / "aside.jsonl")
-    assert [row["line"] for row in aside] == list(range(11, 22))
+    assert [row["line"] for row in aside] == list(range(11, 23))
     for row, (line, reason) in zip(aside, BAD, strict=True):
         assert reason in row["reason"], line
         assert set(row) == {"line", "reason", "id", "text"}
-    assert (intake.facts.rows, intake.facts.accepted, intake.facts.quarantined) == (41, 30, 11)
-    assert intake.quarantined == 11
-    assert sum(trouble.lines for trouble in intake.troubles) == 11
-    assert sum(steps) == 41
+        assert row["text"] == line.decode("utf-8", errors="backslashreplace")
+    assert (intake.facts.rows, intake.facts.accepted, intake.facts.quarantined) == (42, 30, 12)
+    assert intake.quarantined == 12
+    assert sum(trouble.lines for trouble in intake.troubles) == 12
+    assert sum(steps) == 42
     assert intake.facts.sha256 == hashlib.sha256(path.read_bytes()).hexdigest()
 
 
@@ -134,11 +136,21 @@ def test_a_missing_file_and_an_empty_one_are_errors(tokenizer, tmp_path):
     assert [path.name for path in tmp_path.iterdir()] == ["empty.jsonl"]
 
 
-def test_a_file_that_grows_under_the_reader_is_an_error(tokenizer, tmp_path):
+@pytest.mark.parametrize("ending", [b"\n", b"\n\n", b" \n\r\n", b"\n  "])
+def test_empty_lines_at_the_end_are_no_rows(ending, tokenizer, tmp_path):
+    path = write_lines(tmp_path / "p.jsonl", make_prompts(3))
+    path.write_bytes(path.read_bytes().rstrip(b"\n") + ending)
+    facts = take(path, tokenizer, tmp_path).facts
+    assert (facts.rows, facts.accepted, facts.quarantined) == (3, 3, 0)
+    assert facts.sha256 == hashlib.sha256(path.read_bytes()).hexdigest()
+
+
+@pytest.mark.parametrize("after", [make_prompts(4), make_prompts(4)[1:]])
+def test_a_file_that_changes_under_the_reader_is_an_error(after, tokenizer, tmp_path):
     path = write_lines(tmp_path / "p.jsonl", make_prompts(3))
     scanned = scan(path)
-    write_lines(path, make_prompts(4))
-    with pytest.raises(GenerationError, match="had 3 lines and then 4"):
+    write_lines(path, after)
+    with pytest.raises(GenerationError, match="changed while it was read"):
         take_in(
             scanned,
             tokenizer,
