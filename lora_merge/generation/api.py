@@ -6,23 +6,28 @@ import contextlib
 import os
 from dataclasses import replace
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from lora_merge.engines.labels import resolve_labels
+from lora_merge.engines.model_files import load_tokenizer, max_positions
 from lora_merge.engines.protocol import Engine, GenerationLimits
 from lora_merge.errors import no_file
 from lora_merge.generation.chunk import Job
 from lora_merge.generation.errors import GenerationError, NoCertificate
-from lora_merge.generation.files import scan
+from lora_merge.generation.files import PendingFile, scan
 from lora_merge.generation.gate import Gate, folder_bytes, open_gate
 from lora_merge.generation.intake import Intake, take_in
 from lora_merge.generation.options import GateOptions, GenerateOptions
 from lora_merge.generation.phases import Phases
-from lora_merge.generation.record import quarantine_path, read_record, record_path
+from lora_merge.generation.record import check_same_prompts, quarantine_path, read_record, record_path
 from lora_merge.generation.run import EngineOpener, GenerateResult, Run, Say, silent
 from lora_merge.generation.selection import Selection
 from lora_merge.generation.settle import Settled, settle
 from lora_merge.generation.sink import Sink
 from lora_merge.generation.spool import PromptSpool
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 
 def open_checkpoint(model: Path, settled: Settled) -> Engine:
@@ -94,7 +99,15 @@ def generate_gated(
         if certified != options.skip_threshold:
             say(f"the certificate counted flips at a skip threshold of {certified:g}, this run has {options.skip_threshold:g}")
         spool = stack.enter_context(PromptSpool(target.parent))
-        intake, job = _prepare(gate, Path(prompts), target, options, settled, spool, phases, say)
+        aside = stack.enter_context(contextlib.closing(PendingFile(quarantine_path(target))))
+        tokenizer = load_tokenizer(gate.model)
+        intake = _take_in(tokenizer, _room(gate.model, options), Path(prompts), options, settled, spool, aside, phases)
+        if earlier is None:
+            intake.set_aside()  # to be looked at, also where it is too much
+        else:
+            check_same_prompts(earlier, intake.facts.to_json(), target)
+        _check_quarantine(intake, options, say)
+        job = _job(gate, tokenizer, intake, options, settled)
         settled = replace(settled, longest=intake.longest + 1 + options.max_tokens)
         return Run(gate, target, options, settled, intake, job, sink, phases, say).finish(earlier, open_engine)
 
@@ -130,39 +143,39 @@ def standing(gate: Gate) -> str:
     return f"{found}; without --trusted-key it guards against mistakes, not against forgery"
 
 
-def _prepare(
-    gate: Gate,
+def _take_in(
+    tokenizer: PreTrainedTokenizerBase,
+    room: int | None,
     prompts: Path,
-    out: Path,
     options: GenerateOptions,
     settled: Settled,
     spool: PromptSpool,
+    aside: PendingFile,
     phases: Phases,
-    say: Say,
-) -> tuple[Intake, Job]:
-    """Tokenize and check every prompt and both labels."""
-    from lora_merge.engines.model_files import load_tokenizer
-
-    tokenizer = load_tokenizer(gate.model)
+) -> Intake:
+    """Tokenize and check every prompt; ``room``: most tokens that one may have."""
     with phases.tokenize.running():
         scanned = scan(prompts)
         phases.tokenize.expect(scanned.lines)
-        intake = take_in(
+        return take_in(
             scanned,
             tokenizer,
             spool=spool,
-            quarantine=quarantine_path(out),
+            aside=aside,
             prefill=settled.prefill,
-            max_length=_room(gate.model, options),
+            max_length=room,
             chunk_size=settled.chunk_size,
             shard=options.shard,
             progress=phases.tokenize.advance,
         )
-    _check_quarantine(intake, out, options, say)
+
+
+def _job(gate: Gate, tokenizer: PreTrainedTokenizerBase, intake: Intake, options: GenerateOptions, settled: Settled) -> Job:
+    """What is done to every chunk, once both labels are known to be tokens of their own after the prompts."""
     labels = resolve_labels(tokenizer, intake.sample, prefill=settled.prefill, skip=settled.skip_label, write=settled.write_label)
     if gate.certificate is not None:
         gate.certificate.check_use(engine=gate.certificate.engine, labels=labels, prefill=settled.prefill)
-    job = Job(
+    return Job(
         labels=labels,
         prefill=settled.prefill,
         selection=Selection(options.skip_threshold, options.write_all),
@@ -170,13 +183,10 @@ def _prepare(
         text_key=options.text_key,
         gated=gate.is_gated,
     )
-    return intake, job
 
 
 def _room(model: Path, options: GenerateOptions) -> int | None:
     """Most tokens of a prompt: the positions less the decision token and the text."""
-    from lora_merge.engines.model_files import max_positions
-
     limits = [limit for limit in (max_positions(model), options.engine.max_model_len) if limit is not None]
     if not limits:
         return None
@@ -189,14 +199,14 @@ def _room(model: Path, options: GenerateOptions) -> int | None:
     return room
 
 
-def _check_quarantine(intake: Intake, out: Path, options: GenerateOptions, say: Say) -> None:
+def _check_quarantine(intake: Intake, options: GenerateOptions, say: Say) -> None:
     facts = intake.facts
     if facts.quarantined == 0:
         return
     most = " / ".join(map(str, intake.troubles[:3]))
     if len(intake.troubles) > 3:
         most += f" / of other kinds: {sum(trouble.lines for trouble in intake.troubles[3:])}"
-    where = f", see {quarantine_path(out)}" if intake.quarantined else ""
+    where = f", see {intake.aside.path}" if intake.quarantined else ""
     found = f"{facts.quarantined} of {facts.rows} rows of {facts.path} cannot be used ({most}){where}"
     share = facts.quarantined / facts.rows
     if share > options.max_quarantine:

@@ -8,26 +8,61 @@ import os
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO
 
 from lora_merge.generation.errors import GenerationError
 
 
+class PendingFile:
+    """A file that takes the name ``path`` when it is kept, and goes when it is closed before that."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._partial = path.with_name(f".{path.name}.partial")
+        self._hasher = hashlib.sha256()
+        with _said_of(path):
+            self._file = open(self._partial, "wb")  # noqa: SIM115  closed by close()
+
+    def write(self, data: bytes) -> None:
+        """Append ``data``."""
+        with _said_of(self.path):
+            self._file.write(data)
+        self._hasher.update(data)
+
+    @property
+    def sha256(self) -> str:
+        """Of what was written so far, hexadecimal."""
+        return self._hasher.hexdigest()
+
+    def keep(self) -> None:
+        """Make the file durable and give it its name."""
+        with _said_of(self.path):
+            self._file.flush()
+            os.fsync(self._file.fileno())
+            os.replace(self._partial, self.path)
+            sync_folder(self.path.parent)
+
+    def close(self) -> None:
+        """Take back what was not kept."""
+        with contextlib.suppress(OSError):  # what a full disk kept from being written is not missed any more
+            self._file.close()
+        self._partial.unlink(missing_ok=True)
+
+
 @contextlib.contextmanager
-def replaced_file(path: Path) -> Iterator[IO[bytes]]:
+def replaced_file(path: Path) -> Iterator[PendingFile]:
     """A file to write to that takes the name ``path`` at the end of the block, and never if the block raises."""
-    partial = path.with_name(f".{path.name}.partial")
+    with contextlib.closing(PendingFile(path)) as file:
+        yield file
+        file.keep()
+
+
+@contextlib.contextmanager
+def _said_of(path: Path) -> Iterator[None]:
+    """An error of the disk names the file that was meant."""
     try:
-        with open(partial, "wb") as file:
-            yield file
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(partial, path)
-        sync_folder(path.parent)
+        yield
     except OSError as error:
         raise GenerationError(f"{path}: cannot be written: {error.strerror or error}") from error
-    finally:
-        partial.unlink(missing_ok=True)
 
 
 def sync_folder(folder: Path) -> None:

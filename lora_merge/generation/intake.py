@@ -9,14 +9,13 @@ from __future__ import annotations
 import hashlib
 import json
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from lora_merge.console import Progress, no_progress
 from lora_merge.engines.labels import DEFAULT_SAMPLE
 from lora_merge.engines.prompts import BadRow, Prompt, iter_prompt_rows, tokenize_rows
 from lora_merge.generation.errors import GenerationError
-from lora_merge.generation.files import ScannedFile, replaced_file
+from lora_merge.generation.files import PendingFile, ScannedFile
 from lora_merge.generation.shards import Shard
 from lora_merge.generation.spool import PromptSpool, spool_line
 
@@ -75,7 +74,8 @@ class Intake:
     Attributes:
         facts: of the whole file.
         spool: the accepted prompts of this shard.
-        quarantined: lines set aside that are counted to this shard; their file holds exactly these.
+        aside: the lines set aside that are counted to this shard, until :meth:`set_aside`.
+        quarantined: how many these are.
         troubles: why lines were set aside, over the whole file, the most frequent kind of reason first.
         sample: accepted prompts evenly spread over the whole file, to check labels after.
         longest: tokens of the longest accepted prompt of the whole file.
@@ -83,10 +83,18 @@ class Intake:
 
     facts: PromptsFacts
     spool: PromptSpool
+    aside: PendingFile
     quarantined: int
     troubles: tuple[Trouble, ...]
     sample: tuple[Prompt, ...]
     longest: int
+
+    def set_aside(self) -> None:
+        """Give the quarantine its name, or remove an old one where this shard has none."""
+        if self.quarantined:
+            self.aside.keep()
+        else:
+            self.aside.path.unlink(missing_ok=True)
 
 
 def take_in(
@@ -94,7 +102,7 @@ def take_in(
     tokenizer: PreTrainedTokenizerBase,
     *,
     spool: PromptSpool,
-    quarantine: Path,
+    aside: PendingFile,
     prefill: str,
     max_length: int | None,
     chunk_size: int,
@@ -103,8 +111,8 @@ def take_in(
 ) -> Intake:
     """Take in the prompt file that :func:`scan` has looked at.
 
-    ``max_length``: most tokens of a prompt. ``quarantine``: appears complete, with one line a bad row, or is removed when this
-    shard has none. ``progress`` is told of lines.
+    ``spool`` and ``aside`` get a line each accepted prompt and each bad row. ``max_length``: most tokens of a prompt.
+    ``progress`` is told of lines.
 
     Raises:
         GenerationError: the file holds no rows at all, is another than before, or the quarantine cannot be written.
@@ -112,24 +120,21 @@ def take_in(
     """
     tally, bytes_read = _Tally(), hashlib.sha256()
     rows = iter_prompt_rows(prompts.path, bytes_read.update)
-    with replaced_file(quarantine) as aside:
-        for item in tokenize_rows(rows, tokenizer, prefill=prefill, max_length=max_length):
-            line = spool_line(item) if isinstance(item, Prompt) else _aside_line(item)
-            mine = shard.takes(tally.accepted // chunk_size)
-            tally.add(item, line)
-            if isinstance(item, Prompt):
-                if mine:
-                    spool.append(line)
-            elif mine:
-                aside.write(line)
-                tally.quarantined_here += 1
-            progress(1)
-        if bytes_read.hexdigest() != prompts.sha256:
-            raise GenerationError(f"prompt file {prompts.path} changed while it was read; let nobody write to it")
-        if tally.rows == 0:
-            raise GenerationError(f"prompt file {prompts.path} holds no rows; expected one JSON object a line")
-    if tally.quarantined_here == 0:
-        quarantine.unlink(missing_ok=True)
+    for item in tokenize_rows(rows, tokenizer, prefill=prefill, max_length=max_length):
+        line = spool_line(item) if isinstance(item, Prompt) else _aside_line(item)
+        mine = shard.takes(tally.accepted // chunk_size)
+        tally.add(item, line)
+        if isinstance(item, Prompt):
+            if mine:
+                spool.append(line)
+        elif mine:
+            aside.write(line)
+            tally.quarantined_here += 1
+        progress(1)
+    if bytes_read.hexdigest() != prompts.sha256:
+        raise GenerationError(f"prompt file {prompts.path} changed while it was read; let nobody write to it")
+    if tally.rows == 0:
+        raise GenerationError(f"prompt file {prompts.path} holds no rows; expected one JSON object a line")
     facts = PromptsFacts(
         str(prompts.path),
         prompts.sha256,
@@ -139,7 +144,7 @@ def take_in(
         tally.rows - tally.accepted,
     )
     troubles = tuple(sorted(tally.troubles.values(), key=lambda trouble: -trouble.lines))
-    return Intake(facts, spool, tally.quarantined_here, troubles, tuple(tally.sample.prompts), tally.longest)
+    return Intake(facts, spool, aside, tally.quarantined_here, troubles, tuple(tally.sample.prompts), tally.longest)
 
 
 def _aside_line(row: BadRow) -> bytes:

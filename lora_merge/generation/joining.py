@@ -12,7 +12,7 @@ from typing import IO, Any
 
 from lora_merge.errors import no_file
 from lora_merge.generation.errors import GenerationError
-from lora_merge.generation.files import replaced_file, scan
+from lora_merge.generation.files import PendingFile, scan
 from lora_merge.generation.record import RunRecord, quarantine_path, read_record, record_path, write_record
 from lora_merge.generation.rows import Tally
 from lora_merge.generation.run import GenerateResult
@@ -35,22 +35,24 @@ def join_results(parts: Sequence[str | os.PathLike[str]], out: str | os.PathLike
     shards = _ordered([Path(part) for part in parts])
     for path, record in shards:
         _check_whole(path, record)
-    tally, quarantined = Tally(), 0
-    with replaced_file(target) as file, contextlib.ExitStack() as stack:
+    tally = Tally()
+    with contextlib.ExitStack() as stack:
+        results, aside = (
+            stack.enter_context(contextlib.closing(PendingFile(path))) for path in (target, quarantine_path(target))
+        )
         readers = [stack.enter_context(open(path, "rb")) for path, _ in shards]
         for line in _merged(readers, shards[0][1]):
             tally.add(json.loads(line))
-            file.write(line)
-    aside = quarantine_path(target)
-    with replaced_file(aside) as file:
-        for line in _quarantined([path for path, record in shards if record.result and record.result["quarantined"]]):
-            file.write(line)
-            quarantined += 1
-    if quarantined == 0:
-        aside.unlink()
-    record = _joined_record(shards, target, tally, quarantined)
+            results.write(line)
+        set_aside = _quarantined([path for path, record in shards if record.result and record.result["quarantined"]])
+        for line in set_aside:
+            aside.write(line)
+        record = _joined_record(shards, tally, len(set_aside), results, aside)
+        if set_aside:
+            aside.keep()
+        results.keep()
     write_record(record, target)
-    return GenerateResult(target, record, aside if quarantined else None)
+    return GenerateResult(target, record, quarantine_path(target) if set_aside else None)
 
 
 def _ordered(paths: Sequence[Path]) -> list[tuple[Path, RunRecord]]:
@@ -109,10 +111,8 @@ def _check_whole(path: Path, record: RunRecord) -> None:
         raise GenerationError(f"{path}: is not what shard {record.shard} wrote; the file was changed")
     if record.result["quarantined"]:
         aside = quarantine_path(path)
-        if scan(aside).lines != record.result["quarantined"]:
-            raise GenerationError(
-                f"{aside}: does not hold the {record.result['quarantined']} rows that shard {record.shard} set aside"
-            )
+        if scan(aside).sha256 != record.result["quarantine_sha256"]:
+            raise GenerationError(f"{aside}: is not what shard {record.shard} set aside; the file was changed")
 
 
 def _merged(readers: Sequence[IO[bytes]], record: RunRecord) -> Iterator[bytes]:
@@ -141,17 +141,20 @@ def _quarantined(paths: Sequence[Path]) -> list[bytes]:
     return sorted(lines, key=lambda line: int(json.loads(line)["line"]))
 
 
-def _joined_record(shards: Sequence[tuple[Path, RunRecord]], out: Path, tally: Tally, quarantined: int) -> RunRecord:
+def _joined_record(
+    shards: Sequence[tuple[Path, RunRecord]], tally: Tally, quarantined: int, results: PendingFile, aside: PendingFile
+) -> RunRecord:
     first = shards[0][1]
     if quarantined != first.prompts["quarantined"] or tally.rows + quarantined != first.prompts["rows"]:
         raise GenerationError(
-            f"{out}: {tally.rows} rows and {quarantined} set aside are not the {first.prompts['rows']} of the prompt file"
+            f"{results.path}: {tally.rows} rows and {quarantined} set aside are not the {first.prompts['rows']} of the prompts"
         )
     result: dict[str, Any] = {
         "input_rows": first.prompts["rows"],
         "quarantined": quarantined,
         "counts": tally.to_json(),
-        "sha256": scan(out).sha256,
+        "sha256": results.sha256,
+        "quarantine_sha256": aside.sha256 if quarantined else None,
         "resumed_rows": 0,
         "phases": {},
         "joined": [{"file": str(path), **(record.result or {})} for path, record in shards],

@@ -118,7 +118,15 @@ def check_same_run(earlier: RunRecord, now: RunRecord, out: Path) -> None:
     Raises:
         GenerationError: names the first differences.
     """
-    differences = list(_differences(_comparable(earlier), _comparable(now)))
+    _refuse(list(_differences(_comparable(earlier), _comparable(now))), out)
+
+
+def check_same_prompts(earlier: RunRecord, now: Mapping[str, Any], out: Path) -> None:
+    """As :func:`check_same_run`, as soon as it is known what the prompts are ``now``."""
+    _refuse(list(_differences(_without_path(earlier.prompts), _without_path(now), "prompts")), out)
+
+
+def _refuse(differences: list[str], out: Path) -> None:
     if differences:
         raise GenerationError(
             f"{out}: cannot be resumed, {' and '.join(differences[:3])}{' and more' if len(differences) > 3 else ''}; "
@@ -134,11 +142,15 @@ def _comparable(record: RunRecord) -> dict[str, Any]:
         "shard": content["shard"],
         "settings": content["settings"],
         "model": {"root": content["model"].get("root")},
-        "prompts": {name: value for name, value in content["prompts"].items() if name != "path"},
+        "prompts": _without_path(content["prompts"]),
         "engine": {**content["engine"], "settings": settings},
         "gated": content["gate"].get("gated"),
         "tool": content["tool"],
     }
+
+
+def _without_path(prompts: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in prompts.items() if name != "path"}
 
 
 def _differences(earlier: Any, now: Any, name: str = "") -> Iterator[str]:

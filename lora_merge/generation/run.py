@@ -83,6 +83,7 @@ class Run:
         whole = 0
         if earlier is not None:
             check_same_run(earlier, record, self.out)
+            self.intake.set_aside()
             whole = self._restore(tally)
             if earlier.is_complete and tally.rows == len(self.intake.spool):
                 return self._conclude(earlier, tally, tally.rows)
@@ -166,23 +167,25 @@ class Run:
         """Count what lies on disk, not what was meant to, and close the record."""
         quarantine = quarantine_path(self.out)
         results = scan(self.out)
-        aside = scan(quarantine).lines if self.intake.quarantined else 0
+        aside = scan(quarantine) if self.intake.quarantined else None
+        quarantined = aside.lines if aside is not None else 0
         expected = len(self.intake.spool) + self.intake.quarantined
         if record.result is not None and record.result["sha256"] != results.sha256:
             raise GenerationError(
                 f"{self.out}: was changed after its run had ended (SHA-256 {results.sha256[:12]}…, the record has "
                 f"{str(record.result['sha256'])[:12]}…); bring the file back, or run again with another --out"
             )
-        if results.lines + aside != expected or tally.rows != results.lines:
+        if results.lines + quarantined != expected or tally.rows != results.lines:
             raise GenerationError(
-                f"{self.out}: holds {results.lines} rows and {quarantine.name} {aside}, together not the {expected} rows of the "
-                "input; the files were changed during the run"
+                f"{self.out}: holds {results.lines} rows and {quarantine.name} {quarantined}, together not the {expected} rows "
+                "of the input; the files were changed during the run"
             )
         result = {
             "input_rows": expected,
-            "quarantined": aside,
+            "quarantined": quarantined,
             "counts": tally.to_json(),
             "sha256": results.sha256,
+            "quarantine_sha256": aside.sha256 if aside is not None else None,
             "resumed_rows": resumed,
             "phases": self.phases.to_json(),
         }
@@ -191,4 +194,4 @@ class Run:
         ended = record if record.is_complete else record.ended(result)
         self.sink.is_finished = True
         write_record(ended, self.out)
-        return GenerateResult(self.out, ended, quarantine if aside else None, done_before=record.is_complete)
+        return GenerateResult(self.out, ended, quarantine if quarantined else None, done_before=record.is_complete)

@@ -5,13 +5,14 @@ from __future__ import annotations
 import hashlib
 import itertools
 import json
+from contextlib import closing
 
 import pytest
 
 from lora_merge.engines.errors import EngineError
 from lora_merge.engines.prompts import Prompt, encode, read_prompts
 from lora_merge.generation.errors import GenerationError
-from lora_merge.generation.files import scan
+from lora_merge.generation.files import PendingFile, scan
 from lora_merge.generation.intake import EvenSample, take_in
 from lora_merge.generation.shards import Shard
 from lora_merge.generation.spool import PromptSpool, spool_line
@@ -26,19 +27,22 @@ def tokenizer():
     return make_tokenizer()
 
 
-def take(path, tokenizer, tmp_path, *, shard=None, chunk_size=8, max_length=60, **rest):
+def take(path, tokenizer, tmp_path, *, scanned=None, shard=None, chunk_size=8, max_length=60, **rest):
     spool = PromptSpool(tmp_path)
-    return take_in(
-        scan(path),
-        tokenizer,
-        spool=spool,
-        quarantine=tmp_path / "aside.jsonl",
-        prefill=PREFILL,
-        max_length=max_length,
-        chunk_size=chunk_size,
-        shard=shard or Shard(),
-        **rest,
-    )
+    with closing(PendingFile(tmp_path / "aside.jsonl")) as aside:
+        intake = take_in(
+            scanned or scan(path),
+            tokenizer,
+            spool=spool,
+            aside=aside,
+            prefill=PREFILL,
+            max_length=max_length,
+            chunk_size=chunk_size,
+            shard=shard or Shard(),
+            **rest,
+        )
+        intake.set_aside()
+        return intake
 
 
 def spooled(intake):
@@ -151,16 +155,7 @@ def test_a_file_that_changes_under_the_reader_is_an_error(after, tokenizer, tmp_
     scanned = scan(path)
     write_lines(path, after)
     with pytest.raises(GenerationError, match="changed while it was read"):
-        take_in(
-            scanned,
-            tokenizer,
-            spool=PromptSpool(tmp_path),
-            quarantine=tmp_path / "aside.jsonl",
-            prefill=PREFILL,
-            max_length=None,
-            chunk_size=8,
-            shard=Shard(),
-        )
+        take(path, tokenizer, tmp_path, scanned=scanned)
 
 
 @pytest.mark.parametrize("content", [b"", b"a", b"a\n", b"a\nb", b"a\n\n", b"\n"])

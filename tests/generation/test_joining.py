@@ -49,8 +49,8 @@ def test_joined_is_whole(checkpoint, mixed, tmp_path, count):
     assert joined.out.read_bytes() == whole.out.read_bytes()
     assert joined.quarantine.read_bytes() == whole.quarantine.read_bytes()
     result, wanted = joined.record.result, whole.record.result
-    assert {name: result[name] for name in ("counts", "sha256", "input_rows", "quarantined")} == {
-        name: wanted[name] for name in ("counts", "sha256", "input_rows", "quarantined")
+    assert {name: result[name] for name in ("counts", "sha256", "quarantine_sha256", "input_rows", "quarantined")} == {
+        name: wanted[name] for name in ("counts", "sha256", "quarantine_sha256", "input_rows", "quarantined")
     }
     assert [part["file"] for part in result["joined"]] == [str(part) for part in parts]
     assert read_record(joined.out) == joined.record
@@ -109,10 +109,11 @@ def test_a_shard_that_was_changed(parts, tmp_path):
     refused(parts, tmp_path, "is not what shard 2/3 wrote")
 
 
-def test_a_quarantine_that_lost_a_row(parts, tmp_path):
+@pytest.mark.parametrize("change", [lambda rows: b"", lambda rows: rows.replace(b"broken", b"Broken")])
+def test_a_quarantine_that_was_changed(change, parts, tmp_path):
     aside = next(quarantine_path(part) for part in parts if quarantine_path(part).exists())
-    aside.write_bytes(b"")
-    refused(parts, tmp_path, "does not hold the")
+    aside.write_bytes(change(aside.read_bytes()))
+    refused(parts, tmp_path, "jsonl: is not what shard ./3 set aside")
 
 
 def test_a_shard_of_another_run(checkpoint, mixed, parts, tmp_path):

@@ -16,6 +16,7 @@ from lora_merge.generation.api import generate_gated
 from lora_merge.generation.errors import GenerationError
 from lora_merge.generation.options import EngineOptions, GateOptions, GenerateOptions
 from lora_merge.generation.record import quarantine_path, read_record, record_path
+from lora_merge.generation.shards import Shard
 from tests.generation.builders import make_prompts, read_rows, write_lines
 from tests.generation.fakes import FakeEngine, open_fake
 
@@ -234,6 +235,48 @@ def test_another_shard(checkpoint, prompts, half):
     from lora_merge.generation.shards import Shard
 
     refused(checkpoint, prompts, half, "shard was", shard=Shard(1, 2))
+
+
+@pytest.mark.parametrize(
+    ("options", "name"),
+    [
+        ({"shard": Shard(2, 2)}, "shard was"),
+        ({"shard": Shard(1, 2), "chunk_size": 7}, "chunk_size"),
+        ({"shard": Shard(1, 2), "repaired": True}, "prompts.accepted was 40 and is 41"),
+    ],
+)
+def test_a_refusal_leaves_the_quarantine_alone(checkpoint, tmp_path, options, name):
+    """A line that was repaired since is nowhere else."""
+    rows = make_prompts(40)
+    for place in (3, 25):
+        rows.insert(place, b"{")
+    prompts, out = write_lines(tmp_path / "p.jsonl", rows), tmp_path / "r.jsonl"
+    settings = {"chunk_size": 8, "max_quarantine": 0.1}
+    run(checkpoint, prompts, out, shard=Shard(1, 2), **settings)
+    before = quarantine_path(out).read_bytes()
+    assert [json.loads(line)["line"] for line in before.splitlines()] == [4]
+    if options.pop("repaired", False):
+        rows[3] = {"id": "mended", "prompt": "tofu"}
+        write_lines(prompts, rows)
+    refused(checkpoint, prompts, out, name, **{**settings, **options})
+    assert quarantine_path(out).read_bytes() == before
+    assert sorted(path.name for path in tmp_path.iterdir() if path.name.startswith((".", "r."))) == [
+        "r.jsonl",
+        "r.jsonl.quarantine.jsonl",
+        "r.jsonl.run.json",
+    ]
+
+
+def test_a_quarantine_that_was_removed_comes_back(checkpoint, tmp_path):
+    prompts, out = (
+        write_lines(tmp_path / "p.jsonl", [*make_prompts(20), b"{", {"id": "last", "prompt": "a"}]),
+        tmp_path / "r.jsonl",
+    )
+    run(checkpoint, prompts, out, max_quarantine=0.1)
+    before = quarantine_path(out).read_bytes()
+    quarantine_path(out).unlink()
+    run(checkpoint, prompts, out, resume=True, max_quarantine=0.1)
+    assert quarantine_path(out).read_bytes() == before
 
 
 def test_gated_after_ungated(checkpoint, prompts, tmp_path):
