@@ -6,7 +6,7 @@ import contextlib
 import gc
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +16,7 @@ from lora_merge.engines.opening import EngineKind, open_engine
 from lora_merge.engines.prompts import Prompt
 from lora_merge.engines.protocol import Engine
 from lora_merge.engines.scores import DecisionScore
-from lora_merge.merging.modules import RULE
+from lora_merge.merging.modules import has_patterns
 from lora_merge.merging.names import neutral
 from lora_merge.merging.quantization import QuantRecipe
 from lora_merge.merging.recipes import recipe_of
@@ -24,8 +24,8 @@ from verification.dequantized import dequantized_floor, score_dequantized
 from verification.errors import Inconclusive
 from verification.measurement import NoiseFloor
 from verification.prepare import Prepared
-from verification.reference import record_reference
-from verification.reference_file import Reference
+from verification.reference import score_reference
+from verification.reference_file import Reference, write_reference
 from verification.sampling import SAMPLE, sample_of
 from verification.sources import Sources
 
@@ -136,7 +136,7 @@ def live_reference(
         floors: tuple[NoiseFloor, ...]
         if record_to is not None:
             tokenizer = load_tokenizer(base, trust_remote_code=options.trust_remote_code)
-            reference = _record(model, tokenizer, prepared, record_to, adapter, progress)
+            reference = _record(model, tokenizer, prepared, record_to, sources, progress)
             scores, floors = list(reference.scores), reference.measured_floors
         else:
             dequantized = score_dequantized(model, sample, prepared.labels, engine.batch_size, progress)
@@ -221,20 +221,27 @@ def _float32_arm(folder: Path, prepared: Prepared, options: EngineOptions, progr
         return Arm(tuple(engine.score(prepared.prompts, prepared.labels, progress=progress)), engine.describe())
 
 
-def _record(model: Any, tokenizer: Any, prepared: Prepared, path: Path, adapter: Path, progress: Progress) -> Reference:
+def _record(model: Any, tokenizer: Any, prepared: Prepared, path: Path, sources: Sources, progress: Progress) -> Reference:
+    """Record the model that was loaded by the recipe of ``sources``: its layers cannot tell more than who told that one."""
+    assert sources.adapter is not None
     labels = prepared.labels
-    return record_reference(
+    scored = score_reference(
         model,
         tokenizer,
         prepared.prompts,
-        path,
-        adapter_dir=adapter,
+        adapter_dir=sources.adapter.path,
         prefill=prepared.prefill,
         skip_label=labels.skip.text,
         write_label=labels.write.text,
         second_batch_size=SMALL_BATCH,
         progress=progress,
     )
+    recipe = scored.recipe
+    if recipe is not None and sources.recipe is not None:
+        recipe = replace(recipe, origins=sources.recipe.origins)
+    reference = replace(scored, recipe=recipe, recipe_origin=sources.recipe_origin)
+    write_reference(reference, path)
+    return reference
 
 
 def _small_batches(
@@ -259,7 +266,7 @@ def _check_quantized_modules(model: Any, recipe: QuantRecipe | None) -> None:
     """A recipe that was read from live layers names them; a fresh load must quantize the same."""
     wanted = None if recipe is None else recipe.quantized_modules
     live = recipe_of(model)
-    if wanted is None or live is None or any(set(entry) & set("*?[") or entry == RULE for entry in wanted):
+    if wanted is None or live is None or has_patterns(wanted):
         return
     expected, found = ({neutral(name) for name in names} for names in (wanted, live.quantized_modules or ()))
     if expected != found:

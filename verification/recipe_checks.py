@@ -13,12 +13,15 @@ from pathlib import Path
 from typing import Any
 
 from lora_merge.merging.manifest import MergeManifest
+from lora_merge.merging.modules import has_patterns
+from lora_merge.merging.names import neutral
 from lora_merge.merging.plan import ORIGINAL_WEIGHTS
 from lora_merge.merging.quantization import ASSUMED, RECIPE_FIELDS, WEIGHT_SETTINGS, QuantRecipe
 from lora_merge.merging.recipes import find_recipe, recipe_of_config
 from verification.checks import IF_TRAINED_IN_4BIT, MERGE_AGAIN, Check, Outcome
 from verification.gate import RECIPE_CHECK
 
+_MODULES = "quantized_modules"
 WARNED, INCONCLUSIVE = Outcome.WARNED, Outcome.INCONCLUSIVE
 
 
@@ -46,7 +49,7 @@ def live_recipe(
         found = found if manifest is None or manifest.recipe is None else _completed(found, manifest.recipe)
         return found, "assumed" if found.assumed else "manifest"
     recorded = recorded_recipe(adapter, named_base)
-    return found, "flags" if recorded.assumed or _contradiction(recorded, found) else "adapter"
+    return found, "flags" if recorded.assumed or contradiction(recorded, found) else "adapter"
 
 
 def _completed(found: QuantRecipe, merged: QuantRecipe) -> QuantRecipe:
@@ -67,11 +70,10 @@ def recipe_findings(
         yield from _unquantized_findings(recorded, manifest)
         return
     described = recipe.describe()
-    if recorded is not None and (wrong := _contradiction(recorded, recipe)):
+    if recorded is not None and (wrong := contradiction(recorded, recipe)):
         says = "the recorded reference says" if origin == "reference" else "at verification it is"
-        reason = (
-            f"{recorded.origins[wrong]} says {wrong} {getattr(recorded, wrong)}, {says} {getattr(recipe, wrong)}: one is wrong"
-        )
+        here, there = _shown(wrong, recorded, recipe)
+        reason = f"{recorded.origins[wrong]} says {wrong} {here}, {says} {there}: one is wrong"
         yield Check("recipe-agreement", INCONCLUSIVE, reason)
     elif manifest is not None and manifest.method == ORIGINAL_WEIGHTS:
         into = "merged into the original weights"
@@ -101,7 +103,7 @@ def _provenance(recipe: QuantRecipe | None, origin: str, recorded: QuantRecipe |
     if origin in reasons:
         return Check(RECIPE_CHECK, WARNED, f"the reference's recipe ({described}) {reasons[origin]}")
     told = {"reference": "the live layers at recording", "base": "the base itself"}
-    told["adapter"] = recorded.source if recorded is not None else ""
+    told["adapter"] = recorded.source if recorded is not None else "the record beside the adapter"
     return Check(RECIPE_CHECK, Outcome.PASSED, f"the reference's recipe ({described}) comes from {told[origin]}")
 
 
@@ -130,10 +132,32 @@ def _known(recipe: QuantRecipe | None) -> list[str]:
     return [] if recipe is None else [name for name in WEIGHT_SETTINGS if recipe.origins.get(name, ASSUMED) != ASSUMED]
 
 
-def _contradiction(recorded: QuantRecipe, other: QuantRecipe) -> str | None:
-    """The first setting that was recorded and is another in ``other``."""
-    return next((name for name in _known(recorded) if _differs(name, recorded, other)), None)
+def contradiction(recorded: QuantRecipe, other: QuantRecipe) -> str | None:
+    """The first setting that was recorded and is another in ``other``: which layers were quantized is one as well."""
+    wrong = next((name for name in _known(recorded) if _differs(name, recorded, other)), None)
+    return _MODULES if wrong is None and _other_modules(recorded, other) else wrong
 
 
 def _differs(name: str, first: QuantRecipe, second: QuantRecipe) -> bool:
     return bool(getattr(first, name) != getattr(second, name))
+
+
+def _other_modules(recorded: QuantRecipe, other: QuantRecipe) -> bool:
+    """Whether ``other`` names other layers than the record, which must name them one by one to be compared."""
+    told = recorded.quantized_modules
+    if recorded.origins.get(_MODULES, ASSUMED) == ASSUMED or told is None or has_patterns(told):
+        return False
+    return {neutral(name) for name in told} != {neutral(name) for name in other.quantized_modules or ()}
+
+
+def _shown(name: str, recorded: QuantRecipe, other: QuantRecipe) -> tuple[str, str]:
+    """A setting in both, in words; of long lists how many there are and what only one of them has."""
+    if name != _MODULES:
+        return str(getattr(recorded, name)), str(getattr(other, name))
+    first, second = (set(recipe.quantized_modules or ()) for recipe in (recorded, other))
+
+    def only(names: set[str], others: set[str]) -> str:
+        rest = sorted(names - others)
+        return f"({len(names)} layers{f', {rest[0]} among them' if rest else ''})"
+
+    return only(first, second), only(second, first)

@@ -7,7 +7,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -83,15 +83,47 @@ def record_reference(
             ``adapter_dir``; or ``out_path`` cannot be written, or holds something else than a reference, the prompts even.
         MergeError: the 4-bit layers do not agree on one recipe, or the adapter folder cannot be read.
     """
+    _expect_live(model, tokenizer)
+    if reason := no_target(out_path, prompts):
+        raise VerificationError(reason)
+    made = _as_prompts(prompts, tokenizer, prefill)
+    reference = score_reference(
+        model,
+        tokenizer,
+        made,
+        adapter_dir=adapter_dir,
+        prefill=prefill,
+        skip_label=skip_label,
+        write_label=write_label,
+        batch_size=batch_size,
+        second_batch_size=second_batch_size,
+        dequantized_sample=dequantized_sample,
+        progress=progress,
+    )
+    write_reference(reference, Path(out_path))
+    return reference
+
+
+def score_reference(
+    model: nn.Module,
+    tokenizer: PreTrainedTokenizerBase,
+    made: Sequence[Prompt],
+    *,
+    adapter_dir: str | os.PathLike[str] | None,
+    prefill: str,
+    skip_label: str,
+    write_label: str,
+    batch_size: int = 32,
+    second_batch_size: int | None,
+    dequantized_sample: int = SAMPLE,
+    progress: Progress,
+) -> Reference:
+    """What :func:`record_reference` writes, of prompts that are tokenized; arguments and errors as there."""
     from lora_merge.engines.transformers_engine import TransformersEngine
     from lora_merge.merging.recipes import recipe_of
     from verification.live_adapter import check_live_adapter, expect_unmerged
 
-    _expect_live(model, tokenizer)
-    if reason := no_target(out_path, prompts):
-        raise VerificationError(reason)
     expect_unmerged(model)
-    made = _as_prompts(prompts, tokenizer, prefill)
     _expect_room(model, made)
     labels = resolve_labels(tokenizer, made, prefill=prefill, skip=skip_label, write=write_label)
     adapter = None
@@ -106,10 +138,11 @@ def record_reference(
     dequantized = score_dequantized(model, sample, labels, batch_size, progress) if sample else None
     scores = engine.score(made, labels, progress=progress)
     fitted = engine.score_fit or batch_size
-    reference = Reference(
+    return Reference(
         model=_base_facts(model),
         adapter=adapter,
         recipe=recipe,
+        recipe_origin="reference",
         dtypes=_dtypes(model, described["dtype"]),
         environment={
             "versions": described["versions"],
@@ -126,8 +159,6 @@ def record_reference(
             "dequantized": dequantized_floor(scores, dequantized),
         },
     )
-    write_reference(reference, Path(out_path))
-    return reference
 
 
 def _expect_live(model: object, tokenizer: object) -> None:
@@ -169,7 +200,7 @@ def _as_prompts(
     return made
 
 
-def _expect_room(model: nn.Module, prompts: list[Prompt]) -> None:
+def _expect_room(model: nn.Module, prompts: Sequence[Prompt]) -> None:
     """Past its positions a model still answers, and wrongly."""
     from lora_merge.engines.live_model import LiveModel
 
@@ -181,7 +212,7 @@ def _expect_room(model: nn.Module, prompts: list[Prompt]) -> None:
 
 def _batch_shape_floor(
     model: nn.Module,
-    prompts: list[Prompt],
+    prompts: Sequence[Prompt],
     labels: DecisionLabels,
     scores: list[DecisionScore],
     batch_size: int,

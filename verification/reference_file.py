@@ -18,13 +18,14 @@ from lora_merge.merging.digests import is_digest, root_digest
 from lora_merge.merging.errors import MergeError
 from lora_merge.merging.quantization import QuantRecipe
 from verification.checks import is_number
+from verification.drift_file import ORIGINS
 from verification.errors import VerificationError
 from verification.measurement import NoiseFloor
 from verification.strict_json import canonical, expect_keys, strict_loads
 from verification.whole_file import write_whole
 
 FORMAT = "lora-merge/reference"
-VERSION = 2
+VERSION = 3
 
 _HEADER = {
     "format",
@@ -32,6 +33,7 @@ _HEADER = {
     "model",
     "adapter",
     "recipe",
+    "recipe_origin",
     "dtypes",
     "environment",
     "labels",
@@ -39,8 +41,10 @@ _HEADER = {
     "prompts",
     "noise_floors",
 }
-_HEADER_1 = _HEADER - {"noise_floors"} | {"noise_floor"}
-"""Of version 1, which knew one noise floor, ``batch_shape``."""
+_HEADER_2 = _HEADER - {"recipe_origin"}
+"""Of version 2, which was taken for recorded at training, whoever recorded it."""
+_HEADERS = {1: _HEADER_2 - {"noise_floors"} | {"noise_floor"}, 2: _HEADER_2, VERSION: _HEADER}
+"""By version; version 1 knew one noise floor, ``batch_shape``."""
 _ROW = {"id", "token_ids_sha256", "log_p_skip", "log_p_write", "argmax", "skip_probability", "label_mass"}
 FLOORS = ("batch_shape", "dequantized")
 _FLOOR = {"source", "prompts", "mean_abs_delta", "max_abs_delta", "flips"}
@@ -58,6 +62,8 @@ class Reference:
         adapter: ``{"files": {name: SHA-256}, "root", "identity"}`` of the adapter that was live, or null where none was named;
             files recorded earlier lack ``identity``.
         recipe: how the base was quantized, read from the live layers; null for a model without 4-bit layers.
+        recipe_origin: who says that training had it so: ``reference`` where the trained model itself was recorded; else, as in
+            :class:`~verification.measurement.Conditions`, who said so when the model was loaded to be recorded.
         dtypes: ``{"embedding", "adapter", "compute"}``, each a dtype name or null.
         environment: library versions, device, attention, batch size.
         labels: the decision labels and their token ids.
@@ -72,6 +78,7 @@ class Reference:
     model: Mapping[str, Any]
     adapter: Mapping[str, Any] | None
     recipe: QuantRecipe | None
+    recipe_origin: str
     dtypes: Mapping[str, Any]
     environment: Mapping[str, Any]
     labels: DecisionLabels
@@ -108,6 +115,7 @@ class Reference:
             "model": dict(self.model),
             "adapter": None if self.adapter is None else dict(self.adapter),
             "recipe": None if self.recipe is None else self.recipe.to_json(),
+            "recipe_origin": self.recipe_origin,
             "dtypes": dict(self.dtypes),
             "environment": dict(self.environment),
             "labels": self.labels.to_json(),
@@ -120,7 +128,7 @@ class Reference:
 
 
 def read_reference(path: str | os.PathLike[str]) -> Reference:
-    """Read what :func:`write_reference` wrote, or version 1 of it.
+    """Read what :func:`write_reference` wrote, or an earlier version of it.
 
     Raises:
         VerificationError: the file cannot be read, is cut short, or a line is not as the format says; the message names the line.
@@ -151,6 +159,7 @@ def read_reference(path: str | os.PathLike[str]) -> Reference:
         model=header["model"],
         adapter=header["adapter"],
         recipe=recipe,
+        recipe_origin=header.get("recipe_origin", "reference"),
         dtypes=header["dtypes"],
         environment=header["environment"],
         labels=labels,
@@ -221,13 +230,14 @@ def write_reference(reference: Reference, target: Path) -> None:
 
 
 def _read_header(value: Any, where: str) -> Mapping[str, Any]:
-    first = isinstance(value, Mapping) and (value.get("format"), value.get("version")) == (FORMAT, 1)
-    if isinstance(value, Mapping) and not first and (value.get("format"), value.get("version")) != (FORMAT, VERSION):
+    version: Any = value.get("version") if isinstance(value, Mapping) else VERSION
+    if isinstance(value, Mapping) and (value.get("format") != FORMAT or type(version) is not int or version not in _HEADERS):
         raise VerificationError(
-            f"{where}: format {value.get('format')!r} version {value.get('version')!r}; "
-            f"expected {FORMAT!r} version 1 or {VERSION}"
+            f"{where}: format {value.get('format')!r} version {version!r}; expected {FORMAT!r} version 1 to {VERSION}"
         )
-    header = expect_keys(value, _HEADER_1 if first else _HEADER, where)
+    header = expect_keys(value, _HEADERS[version], where)
+    if header.get("recipe_origin", "reference") not in ORIGINS:
+        raise VerificationError(f"{where}: recipe_origin is {header['recipe_origin']!r}; expected one of {', '.join(ORIGINS)}")
     expect_keys(header["model"], {"name", "revision", "type"}, f"{where}: model")
     expect_keys(header["dtypes"], {"embedding", "adapter", "compute"}, f"{where}: dtypes")
     expect_keys(header["environment"], {"versions", "device", "attention", "batch_size"}, f"{where}: environment")

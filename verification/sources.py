@@ -110,7 +110,7 @@ def find_sources(merged: Path, options: SourceOptions, reference: Reference | No
     named_base = None if adapter is None else _adapter_config(adapter).get("base_model_name_or_path")
     recorded = None if adapter is None else recorded_recipe(adapter.path, named_base)
     if reference is not None:
-        recipe, origin = reference.recipe, "reference"
+        recipe, origin = reference.recipe, reference.recipe_origin
     else:
         if not several_adapters:
             _expect_one_adapter(manifest)

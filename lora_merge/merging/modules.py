@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import fnmatch
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 from lora_merge.merging.architecture import Architecture
@@ -118,6 +118,11 @@ def _expert_layers(base: Checkpoint, experts_as_layers: bool | None) -> dict[str
         )
     routers = {f"{name.partition('.experts.')[0]}.gate.weight" for name in experts} & set(base.tensors)
     return {**experts, **{name: QuantizedTensor() for name in sorted(routers)}}
+
+
+def has_patterns(modules: Iterable[str]) -> bool:
+    """Whether a list of quantized modules names some of them by what they have in common."""
+    return any(set(entry) & set("*?[") or entry == RULE for entry in modules)
 
 
 def _selected(entry: str, base: Checkpoint) -> list[str]:

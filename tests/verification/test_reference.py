@@ -80,13 +80,14 @@ def test_the_file_says_what_a_plain_forward_says(live, tokenizer, recorded):
 
 def test_the_header_says_what_was_recorded(recorded, adapter):
     header = json.loads(recorded.read_text().splitlines()[0])
-    assert (header["format"], header["version"]) == ("lora-merge/reference", 2)
+    assert (header["format"], header["version"]) == ("lora-merge/reference", 3)
     names = ("adapter_config.json", "adapter_model.safetensors")
     digests = {name: hashlib.sha256((adapter / name).read_bytes()).hexdigest() for name in names}
     assert header["adapter"]["files"] == digests
     root = hashlib.sha256(b"".join(bytes.fromhex(digests[name]) for name in names)).hexdigest()
     assert header["adapter"]["root"] == root
     assert header["recipe"] is None  # no 4-bit layers in this model
+    assert header["recipe_origin"] == "reference"
     assert header["dtypes"] == {"embedding": "float32", "adapter": "float32", "compute": None}
     assert header["prompts"]["count"] == len(ROWS)
     assert {"torch", "transformers", "peft"} <= set(header["environment"]["versions"])
@@ -216,11 +217,20 @@ def test_a_four_bit_model_records_its_recipe(tokenizer, tmp_path):
     assert reference.dtypes == {"embedding": "bfloat16", "adapter": "float32", "compute": "bfloat16"}
 
 
+def test_a_file_of_version_2_is_read_on(recorded):
+    """It was taken for recorded at training."""
+    lines = recorded.read_text().splitlines()
+    header = json.loads(lines[0])
+    del header["recipe_origin"]
+    recorded.write_text("\n".join([json.dumps({**header, "version": 2}), *lines[1:]]) + "\n")
+    assert read_reference(recorded).recipe_origin == "reference"
+
+
 def test_a_file_of_version_1_is_read_on(recorded):
     """It knew one noise floor, between two batch shapes."""
     lines = recorded.read_text().splitlines()
     header = json.loads(lines[0])
-    del header["noise_floors"]
+    del header["noise_floors"], header["recipe_origin"]
     floor = {"source": "x", "prompts": 20, "mean_abs_delta": 0.005, "max_abs_delta": 0.1, "flips": 2}
     recorded.write_text("\n".join([json.dumps({**header, "version": 1, "noise_floor": floor}), *lines[1:]]) + "\n")
     reference = read_reference(recorded)
@@ -374,7 +384,11 @@ def change(path: Path, line: int, **changes) -> None:
     ("line", "changes", "problem"),
     [
         (0, {"format": "other"}, "line 1: format 'other'"),
-        (0, {"version": 3}, "version 3.*expected 'lora-merge/reference' version 1 or 2"),
+        (0, {"version": 4}, "version 4.*expected 'lora-merge/reference' version 1 to 3"),
+        (0, {"version": True}, "version True.*expected 'lora-merge/reference' version 1 to 3"),
+        (0, {"version": [1]}, "expected 'lora-merge/reference' version 1 to 3"),
+        (0, {"version": 2}, "'recipe_origin' is not known"),
+        (0, {"recipe_origin": "hearsay"}, "recipe_origin is 'hearsay'; expected one of reference, adapter"),
         (0, {"version": 1}, "'noise_floor' is missing and 'noise_floors' is not known"),
         (0, {"labels": None}, "'labels' is missing"),
         (0, {"surprise": 1}, "'surprise' is not known"),

@@ -168,6 +168,7 @@ def test_a_reference_of_version_1_says_that_it_lacks_a_noise_floor(place: Path) 
     lines = (place / "reference.jsonl").read_text().splitlines()
     header = json.loads(lines[0])
     floors = header.pop("noise_floors")
+    del header["recipe_origin"]
     lines[0] = json.dumps({**header, "version": 1, "noise_floor": floors["batch_shape"]})
     (place / "reference.jsonl").write_text("\n".join(lines) + "\n")
     verdict = verify(place, exit_code=0)
@@ -383,6 +384,32 @@ def test_explicit_flags_are_a_warning_at_best(place: Path, trained: Path) -> Non
     spelled = ["--quant-type", "nf4", "--double-quant", "--blocksize", 64, "--quant-dtype", "bfloat16"]
     by_hand = verify(place, *spelled, "--num-prompts", 300, merged="given", reference=False, exit_code=0)
     assert (by_hand["outcome"], by_hand["numbers"]["recipe_origin"]) == ("WARNED", "flags")
+
+
+def test_a_recipe_without_a_witness_gains_none_by_being_recorded(place: Path, trained: Path) -> None:
+    """Both sides have the same wrong recipe: what says so must go into the recorded reference and come out of it."""
+    shutil.copytree(trained / "adapter", place / "bare")
+    (place / "bare" / "quantization_recipe.json").unlink()
+    merge(trained / "base", place / "bare", place / "wrong", MergeOptions(from_4bit=True, recipe={"quant_type": "fp4"}))
+    live = verify(place, "--record-reference", place / "own.jsonl", merged="wrong", reference=False, exit_code=0)
+    recorded = verify(place, "--reference", place / "own.jsonl", merged="wrong", reference=False, exit_code=0)
+    for verdict in (live, recorded):
+        assert (verdict["outcome"], verdict["numbers"]["recipe_origin"]) == ("WARNED", "assumed")
+        assert outcomes(verdict)["recipe-provenance"] == "WARNED"
+    assert read_reference(place / "own.jsonl").recipe.origins["quant_type"] == "given explicitly"
+
+
+@pytest.mark.parametrize("modules", [["model.layers.0.self_attn.q_proj", "model.layers.1.self_attn.q_proj"], ["*q_proj"]])
+def test_other_layers_than_those_recorded_are_another_recipe(modules: list[str], place: Path, trained: Path) -> None:
+    recipe = {"quantized_modules": tuple(modules)}
+    merge(trained / "base", trained / "adapter", place / "few", MergeOptions(from_4bit=True, recipe=recipe))
+    skip = ["down_proj", "gate_proj", "up_proj", "k_proj", "v_proj", "o_proj", "lm_head"]
+    given = {"quant_type": "nf4", "double_quant": True, "quantized_modules": modules, "skip_modules": skip}
+    record = json.loads((trained / "adapter" / "quantization_recipe.json").read_text())
+    (place / "few.json").write_text(json.dumps({**record, "recipe": {**record["recipe"], **given}}))
+    verdict = verify(place, "--quant-config", place / "few.json", merged="few", reference=False, exit_code=3)
+    assert outcomes(verdict)["recipe-agreement"] == "INCONCLUSIVE"
+    assert "quantization_recipe.json says quantized_modules (14 layers, " in verdict["reasons"][0]
 
 
 def test_flags_that_repeat_the_trainers_record_are_confirmed_by_it(place: Path) -> None:
