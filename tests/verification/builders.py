@@ -10,14 +10,20 @@ import numpy as np
 from numpy.typing import ArrayLike
 
 from lora_merge.engines.labels import DecisionLabels, Label
+from lora_merge.engines.prompts import token_ids_digest
 from lora_merge.engines.scores import DecisionScore
-from verification.checks import Check
+from lora_merge.merging.digests import root_digest
+from verification.checks import Check, Outcome
 from verification.measurement import Conditions, Measurement, Measurements, NoiseFloor
 
 SKIP_ID, WRITE_ID, OTHER_ID = 11, 22, 33
 LABELS = DecisionLabels(Label("skip", SKIP_ID), Label("write", WRITE_ID))
 QUIET_FLOOR = NoiseFloor("reference in batches of 8 against 32", 400, 0.001, 0.01, 1)
-ROOT = "ab" * 32
+FILES = {"model.safetensors": "ef" * 32, "config.json": "01" * 32}
+ENGINE = {"kind": "transformers", "versions": {"fake": "1"}, "dtype": "bfloat16", "device": "cpu", "settings": {"batch_size": 8}}
+SOURCES = {"base": "org/base", "adapter": "org/adapter", "recorded": False}
+SETTLED = tuple(Check(name, Outcome.PASSED, "as it should be") for name in ("recipe-provenance", "token-ids", "weights"))
+"""The checks that every run makes before it scores."""
 
 
 def scores(skip: ArrayLike, mass: ArrayLike | float = 0.99, argmax: Sequence[int] | None = None) -> list[DecisionScore]:
@@ -40,16 +46,16 @@ def conditions(**changes: Any) -> Conditions:
         prefill='{"decision": "',
         prompts={"source": "prompts.jsonl", "total": 400, "scored": 400, "seed": None, "token_ids_sha256": "cd" * 32},
         arms={
-            "reference": {"kind": "transformers"},
-            "merged": {"kind": "vllm", "dtype": "bfloat16"},
-            "base": {"kind": "transformers"},
+            "reference": {**ENGINE, **SOURCES},
+            "merged": {**ENGINE, "kind": "vllm"},
+            "base": {**ENGINE, **SOURCES, "adapter": None},
         },
         recipe={"quant_type": "nf4"},
         recipe_origin="adapter",
-        merged_files={"model.safetensors": "ef" * 32, "config.json": "01" * 32},
-        merged_root=ROOT,
+        merged_files=FILES,
+        merged_root=root_digest(FILES),
         noise_floors=(QUIET_FLOOR,),
-        findings=(),
+        findings=SETTLED,
     )
     return dataclasses.replace(usual, **changes)
 
@@ -58,7 +64,7 @@ def measurements(
     arms: Mapping[str, Sequence[DecisionScore]],
     fields: Sequence[Mapping[str, Any]] | None = None,
     floors: Sequence[NoiseFloor] = (QUIET_FLOOR,),
-    findings: Sequence[Check] = (),
+    findings: Sequence[Check] = SETTLED,
 ) -> Measurements:
     """Measurements of these arms; an arm may be shorter than the reference, like a control on a sample."""
     size = len(arms["reference"])
@@ -71,8 +77,10 @@ def measurements(
         )
         for index in range(size)
     )
-    about = {"source": "prompts.jsonl", "total": size, "scored": size, "seed": None, "token_ids_sha256": "cd" * 32}
-    return Measurements(conditions(prompts=about, noise_floors=tuple(floors), findings=tuple(findings)), rows)
+    digest = token_ids_digest({row.id: row.token_ids_sha256 for row in rows})
+    about = {"source": "prompts.jsonl", "total": size, "scored": size, "seed": None, "token_ids_sha256": digest}
+    facts = {arm: conditions().arms.get(arm, ENGINE) for arm in arms}
+    return Measurements(conditions(prompts=about, arms=facts, noise_floors=tuple(floors), findings=tuple(findings)), rows)
 
 
 def ordinary(size: int = 400, drift: float = 0.008, seed: int = 0) -> Measurements:

@@ -28,6 +28,7 @@ from cryptography.hazmat.primitives.serialization import (
 
 from lora_merge.engines.labels import DecisionLabels, Label
 from lora_merge.merging.digests import root_digest
+from tests.verification.builders import ENGINE as MEASURED_IN
 from tests.verification.builders import LABELS, ordinary
 from verification.certificate import make_statement, read_statement, write_certificate
 from verification.checks import Check, Outcome
@@ -427,11 +428,11 @@ def test_keys_that_are_no_ed25519_keys_are_refused(case: Case, keys: dict[str, P
 def test_reading_a_statement_gives_what_was_bound(case: Case) -> None:
     statement, signed = read_statement(case.certificate)
     assert not signed
-    assert statement.bound["engine"] == {"kind": "vllm", "dtype": "bfloat16"}
+    assert statement.bound["engine"] == dict(case.source.conditions.arms["merged"])
     assert statement.bound["recipe"] == {"recipe": {"quant_type": "nf4"}, "origin": "adapter"}
 
 
-ENGINE = {"kind": "vllm", "dtype": "bfloat16"}
+ENGINE = MEASURED_IN | {"kind": "vllm"}
 
 
 def test_a_run_like_the_measurement_is_allowed(case: Case) -> None:
@@ -454,6 +455,11 @@ def test_a_run_unlike_the_measurement_is_denied(case: Case, change: dict[str, An
 
 
 def test_smaller_differences_are_told(case: Case) -> None:
-    engine = {**ENGINE, "versions": {"vllm": "0.33.0"}, "device": "cpu", "settings": {"max_num_seqs": 8, "model": "elsewhere"}}
+    engine = {**ENGINE, "versions": {"fake": "2"}, "device": "cuda", "settings": {"max_num_seqs": 8, "model": "elsewhere"}}
     told = case.check().check_use(engine=engine, labels=LABELS, prefill='{"decision": "')
-    assert told == ("vllm was None, is '0.33.0'", "max_num_seqs was None, is 8", "device was None, is 'cpu'")
+    assert told == (
+        "fake was '1', is '2'",
+        "batch_size was 8, is None",
+        "max_num_seqs was None, is 8",
+        "device was 'cpu', is 'cuda'",
+    )
