@@ -23,9 +23,11 @@ from verification.verdict import Verdict, could_not_measure, judge
 class VerifyOptions:
     """How to verify.
 
-    Attributes: limits: what to judge by. measure: what to measure. report: folder for ``drift.json``, ``drift.jsonl``,
-        ``junit.xml`` and the certificate; None for the merged checkpoint's name
-            with ``-report``, beside it.
+    Attributes:
+        limits: what to judge by.
+        measure: what to measure.
+        report: folder for ``drift.json``, ``drift.jsonl``, ``junit.xml`` and the certificate; None for the merged checkpoint's
+            name with ``-report``, beside it.
         sign_key: PEM file of the Ed25519 private key that signs the certificate; None leaves it unsigned.
     """
 

@@ -26,9 +26,10 @@ Method = Literal["auto", "from-4bit", "original-weights"]
 class AuditOptions:
     """What to hold a checkpoint against.
 
-    Attributes: sources: base, adapter and recipe. method: how it should have been merged; ``auto``: through 4 bit where a
-        recipe was recorded at training or given, or the base
-            is stored quantized; else as its manifest says.
+    Attributes:
+        sources: base, adapter and recipe.
+        method: how it should have been merged; ``auto``: through 4 bit where a recipe was recorded at training or given, or the
+            base is stored quantized; else as its manifest says.
         trust_remote_code: whether Python code in the base may run to build its architecture.
         jobs: threads; None for one a core.
     """

@@ -14,6 +14,7 @@ from typing import Any
 from lora_merge.engines.labels import DecisionLabels, resolve_labels
 from lora_merge.engines.model_files import load_tokenizer, max_positions
 from lora_merge.engines.prompts import DEFAULT_PREFILL, Prompt, read_prompt_rows, token_ids_digest, tokenize
+from lora_merge.merging.checkpoint import weights_elsewhere
 from lora_merge.merging.tokenizer_files import TEMPLATE, choose_tokenizer
 from verification.checks import Check, Outcome
 from verification.errors import Inconclusive
@@ -69,9 +70,9 @@ def prepare(
 ) -> Prepared:
     """Tokenize the prompt file with the merged checkpoint's tokenizer, and make sure that every arm reads the same ids.
 
-    Raises: EngineError: a prompt is malformed, too long, or has no single BOS where the tokenizer wants one; a label is no
-        single token
-            after the prefill.
+    Raises:
+        EngineError: a prompt is malformed, too long, or has no single BOS where the tokenizer wants one; a label is no single
+            token after the prefill.
         Inconclusive: the reference was given other ids, prompts, labels or another prefill.
     """
     tokenizer = load_tokenizer(merged, trust_remote_code=trust_remote_code)
@@ -106,7 +107,7 @@ def prepare(
         "seed": options.seed if len(chosen) < len(made) else None,
         "token_ids_sha256": token_ids_digest(chosen),
     }
-    return Prepared(tuple(chosen), labels, prefill, about, (*findings, *tied_head_findings(merged), *_adapter_findings(merged)))
+    return Prepared(tuple(chosen), labels, prefill, about, (*findings, *tied_head_findings(merged), *_file_findings(merged)))
 
 
 def tied_head_findings(folder: Path) -> Iterator[Check]:
@@ -142,8 +143,13 @@ def tied_head_findings(folder: Path) -> Iterator[Check]:
         )
 
 
-def _adapter_findings(folder: Path) -> Iterator[Check]:
-    """An adapter in the checkpoint's own folder: Transformers puts it on top of what was merged, vLLM does not."""
+def _file_findings(folder: Path) -> Iterator[Check]:
+    """What makes engines load different weights from one folder: another file of weights that Transformers is told to load, or
+    an adapter in it, which Transformers puts on top of what was merged and vLLM does not.
+    """
+    config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    if reason := weights_elsewhere(config):
+        yield Check("weights-file", Outcome.INCONCLUSIVE, f"{folder}: {reason}")
     if (folder / "adapter_config.json").is_file():
         reason = f"{folder} holds adapter_config.json too: Transformers would put that adapter on top of the merged weights"
         yield Check("adapter-files", Outcome.INCONCLUSIVE, f"{reason}, vLLM would not; move the adapter to a folder of its own")

@@ -42,10 +42,12 @@ def read_checkpoint(folder: ModelFolder) -> Checkpoint:
     """Read the headers of the base in ``folder``.
 
     Raises:
-        MergeError: no safetensors weights, a shard that is missing or outside the folder, an index that contradicts the shards, a
-            tensor that lies in two shards.
+        MergeError: no safetensors weights, or of an unusual name, a shard that is missing or outside the folder, an index that
+            contradicts the shards, a tensor that lies in two shards.
     """
     config = read_json(folder.path / "config.json", "the base's configuration")
+    if reason := weights_elsewhere(config):
+        raise MergeError(f"{folder.path}: {reason}")
     index_path = folder.path / INDEX_FILE
     if index_path.is_file():
         if (folder.path / SINGLE_FILE).is_file():
@@ -57,6 +59,20 @@ def read_checkpoint(folder: ModelFolder) -> Checkpoint:
     if not single.is_file():
         raise MergeError(_no_weights(folder.path))
     return Checkpoint(folder, config, (read_header(single),), None)
+
+
+def weights_elsewhere(config: Mapping[str, Any]) -> str | None:
+    """Why the weights that Transformers would load are not those of the usual name, which every other engine loads; else None.
+
+    Source: transformers 5, ``transformers_weights`` in ``modeling_utils.py``.
+    """
+    named = config.get("transformers_weights")
+    if named in (None, SINGLE_FILE, INDEX_FILE):
+        return None
+    return (
+        f"config.json says transformers_weights {named!r}: Transformers loads that file, other engines {SINGLE_FILE}; "
+        "save the weights that are meant under the usual name, and take the setting out"
+    )
 
 
 def _no_weights(folder: Path) -> str:

@@ -148,6 +148,20 @@ def test_a_stray_weight_file_beside_the_right_one_is_found(place: Path) -> None:
     assert "stray.safetensors" in verdict["reasons"][0]
 
 
+@pytest.mark.parametrize("audited", [True, False])
+def test_weights_that_only_transformers_is_told_to_load_are_inconclusive(place: Path, audited: bool) -> None:
+    """It loads the file that config.json names; the audit and vLLM read the one of the usual name."""
+    merged = place / "merged"
+    (merged / "sub").mkdir()
+    save_file(load_file(merged / "model.safetensors"), merged / "sub" / "other.safetensors", metadata={"format": "pt"})
+    config = json.loads((merged / "config.json").read_text())
+    (merged / "config.json").write_text(json.dumps({**config, "transformers_weights": "sub/other.safetensors"}))
+    verdict = verify(place, *([] if audited else ["--no-audit"]), exit_code=3)
+    assert any("config.json says transformers_weights 'sub/other.safetensors'" in reason for reason in verdict["reasons"])
+    if not audited:
+        assert outcomes(verdict)["weights-file"] == "INCONCLUSIVE"
+
+
 def test_an_adapter_in_the_checkpoints_own_folder_is_inconclusive(place: Path, trained: Path) -> None:
     """A base without its adapter, and the adapter beside it: in Transformers it decides as the reference does."""
     for path in (trained / "adapter").glob("adapter_*"):
