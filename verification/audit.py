@@ -14,7 +14,7 @@ import os
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +23,7 @@ from numpy.typing import NDArray
 
 from lora_merge.console import Progress, no_progress
 from lora_merge.merging.checkpoint import read_checkpoint
-from lora_merge.merging.dtypes import FLOATING
+from lora_merge.merging.dtypes import FLOATING, DType
 from lora_merge.merging.errors import MergeError
 from lora_merge.merging.folders import ModelFolder
 from lora_merge.merging.names import NameMap
@@ -32,9 +32,11 @@ from lora_merge.merging.plan import MergePlan, TensorPlan
 from lora_merge.merging.safetensors_file import TensorInfo
 from verification.checks import Check, Outcome
 from verification.histories import (
+    AS_PLANNED,
     EDITED,
     EXPECTED,
     OTHER_SCALE,
+    ROUNDED_BEFORE,
     ROUNDED_TWICE,
     UNEXPLAINED,
     base_operations,
@@ -71,7 +73,8 @@ class TensorAudit:
     Attributes: name: in the base. history: what explains it: ``as planned``, or one of :mod:`verification.histories`. distance:
         \\|\\|W - expected\\|\\| / \\|\\|change by the adapter\\|\\|, of the round trip where there is no adapter, of the
             weight itself where it is copied; 0 when every bit is as planned, infinite (null in JSON) where it has no meaning.
-        differing: share of its elements that differ from the plan's.
+        differing: share of its elements with other bits than the plan's. Of one that is as planned, rounded to a narrower type
+            before, both are told from the plan so rounded.
         scale: the factor of the adapter's change that fits best; None where that was not asked.
     """
 
@@ -84,7 +87,7 @@ class TensorAudit:
     @property
     def as_planned(self) -> bool:
         """Whether it is what the plan says, up to rounding."""
-        return self.history in (EXPECTED, ROUNDED_TWICE)
+        return self.history in AS_PLANNED
 
     def to_json(self) -> dict[str, Any]:
         """Every attribute by name."""
@@ -108,10 +111,16 @@ class WeightAudit:
     missing: tuple[str, ...]
     unknown: tuple[str, ...]
 
+    @property
+    def bit_by_bit(self) -> bool:
+        """Whether every planned tensor is there, and nothing else, and each has the very bits of the plan."""
+        complete = self.tensors and not self.missing and not self.unknown
+        return bool(complete) and all(tensor.as_planned and tensor.differing == 0 for tensor in self.tensors)
+
     def check(self) -> Check:
         """The audit as one check: passed when every tensor is as planned and none is missing or unknown."""
         wrong = sorted((tensor for tensor in self.tensors if not tensor.as_planned), key=lambda tensor: -tensor.distance)
-        exact = sum(tensor.distance == 0 for tensor in self.tensors)
+        exact = sum(tensor.differing == 0 for tensor in self.tensors)
         worst = max((tensor.distance for tensor in self.tensors), default=0.0)
         if self.missing or self.unknown:
             names, state = (self.missing, "missing") if self.missing else (self.unknown, "no part of the merge")
@@ -124,6 +133,9 @@ class WeightAudit:
             reason = f"{found}; {wrong[0].name} is off by {wrong[0].distance:.3g} of its change"
             return Check(AUDIT_CHECK, Outcome.FAILED, reason, _finite(worst))
         found = f"all {len(self.tensors)} tensors are as planned ({self.method}), {exact} of them bit by bit"
+        for history in ROUNDED_BEFORE.values():
+            if count := sum(tensor.history == history for tensor in self.tensors):
+                found += f", {count} {history.removeprefix(f'{EXPECTED}, ')}"
         return Check(AUDIT_CHECK, Outcome.PASSED, found, worst)
 
     def to_json(self) -> dict[str, Any]:
@@ -182,9 +194,20 @@ def _audit(tensor: TensorPlan, found: TensorInfo, progress: Progress) -> TensorA
                 return TensorAudit(tensor.name, EXPECTED, 0.0, 0.0)
             if not math.isfinite(error):
                 return TensorAudit(tensor.name, "NaN or infinite values", math.inf, differing)
-            return _explain(tensor, reader, differing, error)
+            narrower = reader.narrower()
+            if not narrower:
+                return _explain(tensor, reader, differing, error)
+        return min((_audit_narrower(tensor, found, dtype) for dtype in narrower), key=lambda audit: audit.differing)
     finally:
         progress(tensor.nbytes)
+
+
+def _audit_narrower(tensor: TensorPlan, found: TensorInfo, dtype: DType) -> TensorAudit:
+    """A tensor that holds no more digits than ``dtype`` has, against what the plan makes in that type: it was saved anew."""
+    with TensorReader(tensor, found, dtype) as reader:
+        differing, error = reader.compare(tensor.operations)
+        audit = _explain(tensor, reader, differing, error) if differing else TensorAudit(tensor.name, EXPECTED, 0.0, 0.0)
+    return replace(audit, history=ROUNDED_BEFORE[dtype.name]) if audit.history == EXPECTED else audit
 
 
 def _audit_bytes(tensor: TensorPlan, found: TensorInfo) -> TensorAudit:

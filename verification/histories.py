@@ -31,6 +31,9 @@ QUANTIZED_AGAIN = "quantized again after the merge"
 OTHER_SCALE = "another scale of the adapter"
 EDITED = "as planned, but some values are others"
 UNEXPLAINED = "none of the known mistakes"
+ROUNDED_BEFORE = {"BF16": "as planned, rounded to bfloat16 before", "F16": "as planned, rounded to float16 before"}
+"""By safetensors name of the narrower type that a right merge had before it was saved in the type found."""
+AS_PLANNED = (EXPECTED, ROUNDED_TWICE, *ROUNDED_BEFORE.values())
 
 _ROUND_TRIPS = (RoundTrip, TransposedRoundTrip)
 

@@ -14,14 +14,16 @@ import numpy as np
 from numpy.typing import NDArray
 
 from lora_merge.merging.binding import BoundTensor, bind
-from lora_merge.merging.dtypes import BY_NAME, DType, round_float64, widen
+from lora_merge.merging.dtypes import BY_NAME, DType, round_float64, round_through, widen
 from lora_merge.merging.errors import MergeError
-from lora_merge.merging.operations import Operation, matrix_shape
+from lora_merge.merging.operations import BLOCK_ELEMENTS, Operation, matrix_shape
 from lora_merge.merging.plan import TensorPlan
 from lora_merge.merging.safetensors_file import TensorInfo, bytes_of, read_exactly
 
 _BLOCKS_TO_EXPLAIN = 4
 _FLOAT32 = BY_NAME["F32"]
+_NARROWER = {"F32": ("BF16", "F16"), "F16": ("BF16",)}
+"""The 16-bit types with fewer digits: what a checkpoint can have been before it was saved in the type on the left."""
 Values = NDArray[np.float64]
 
 
@@ -41,9 +43,10 @@ class Tolerance:
 
     quantized: bool
 
-    def near(self, expected: Values, update: Values, dtype: DType) -> Values:
-        """What rounding alone explains: of the sum, and of an update that was computed in as few digits."""
-        spacing = np.maximum(np.abs(expected), _SMALLEST[dtype.name]) * _EPSILON[dtype.name]
+    def near(self, expected: Values, update: Values, *dtypes: DType) -> Values:
+        """What rounding to each of ``dtypes`` explains: of the sum, and of an update that was computed in as few digits."""
+        size = np.abs(expected)
+        spacing = np.maximum.reduce([np.maximum(size, _SMALLEST[dtype.name]) * _EPSILON[dtype.name] for dtype in dtypes])
         near: Values = 1.5 * spacing + np.abs(update) / 64
         return near
 
@@ -56,12 +59,16 @@ class Tolerance:
 
 
 class TensorReader:
-    """Reads one planned tensor and the one that was found, block by block."""
+    """Reads one planned tensor and the one that was found, block by block.
 
-    def __init__(self, tensor: TensorPlan, found: TensorInfo) -> None:
+    ``dtype``: what the plan is rounded to before it is held against the checkpoint: the type of the tensor found, unless a
+    narrower one is given.
+    """
+
+    def __init__(self, tensor: TensorPlan, found: TensorInfo, dtype: DType | None = None) -> None:
         self.tensor = tensor
         self.found = found
-        self.dtype = found.dtype
+        self.dtype = dtype or found.dtype
         self.elements = math.prod(tensor.shape)
         self._stack = contextlib.ExitStack()
 
@@ -74,20 +81,34 @@ class TensorReader:
         self._stack.close()
 
     def compare(self, operations: tuple[Operation, ...]) -> tuple[float, float]:
-        """Over all blocks: the share of elements that differ, and the sum of their squared differences."""
+        """Over all blocks: the share of elements with other bits than planned, and the sum of their squared differences."""
         bound = self._bind(operations, self.dtype)
         differing, error = 0, 0.0
         for start, stop in bound.blocks:
-            expected = self._compute(bound, start, stop)
+            expected = self._stored(self._compute(bound, start, stop))
             weight = self._read_found(start * bound.columns, (stop - start) * bound.columns).reshape(expected.shape)
-            if np.array_equal(weight.view(np.uint8), expected.view(np.uint8)):
+            bits = np.dtype(f"u{weight.itemsize}")
+            other = weight.view(bits) != expected.view(bits)  # a zero of the other sign is other bits at no distance
+            if not other.any():
                 continue
-            first, second = widen(weight, self.dtype).astype(np.float64), widen(expected, self.dtype).astype(np.float64)
+            first, second = (widen(values[other], self.found.dtype).astype(np.float64) for values in (weight, expected))
             with np.errstate(invalid="ignore"):  # infinity less infinity is NaN, and NaN is what makes the error tell
                 gap = first - second
-            differing += int((gap != 0).sum())
+            differing += gap.size
             error += float((gap * gap).sum())
         return differing / max(self.elements, 1), error
+
+    def narrower(self) -> list[DType]:
+        """The 16-bit types with fewer digits than the tensor's own that hold every one of its values."""
+        candidates = [BY_NAME[name] for name in _NARROWER.get(self.found.dtype.name, ())]
+        for start in range(0, self.elements if candidates else 0, BLOCK_ELEMENTS):
+            values = widen(self._read_found(start, min(BLOCK_ELEMENTS, self.elements - start)), self.found.dtype)
+            if not np.isfinite(values).all():
+                return []
+            candidates = [dtype for dtype in candidates if np.array_equal(round_through(values.copy(), dtype), values)]
+            if not candidates:
+                break
+        return candidates
 
     def beyond(
         self, operations: tuple[Operation, ...], base: tuple[Operation, ...], tolerance: Tolerance
@@ -102,7 +123,7 @@ class TensorReader:
             place = [(start * bound.columns, stop * bound.columns)]
             weight, expected, before = self.found_values(place), self.values(operations, place), self.values(base, place)
             gap = np.abs(weight - expected)
-            near = tolerance.near(expected, expected - before, self.dtype)
+            near = tolerance.near(expected, expected - before, self.dtype, self.found.dtype)
             far = tolerance.far(near, before.reshape(-1, bound.columns))
             outside = gap > near
             yield int(outside.sum()), float((gap[outside] ** 2).sum()), int((gap > far).sum())
@@ -127,7 +148,7 @@ class TensorReader:
 
     def found_values(self, ranges: list[tuple[int, int]]) -> NDArray[np.float64]:
         """The sampled elements of the checkpoint, in float64, flattened."""
-        parts = [widen(self._read_found(start, stop - start), self.dtype).astype(np.float64) for start, stop in ranges]
+        parts = [widen(self._read_found(start, stop - start), self.found.dtype).astype(np.float64) for start, stop in ranges]
         return np.concatenate(parts)
 
     def _bind(self, operations: tuple[Operation, ...], dtype: DType) -> BoundTensor:
@@ -136,6 +157,12 @@ class TensorReader:
 
     def _compute(self, bound: BoundTensor, start: int, stop: int) -> NDArray[Any]:
         return bound.compute(lambda first, last: self._read_source(bound.source_columns, first, last), start, stop)
+
+    def _stored(self, expected: NDArray[Any]) -> NDArray[Any]:
+        """What a computed block, in the carrier of :attr:`dtype`, becomes in the type that the checkpoint has it in."""
+        if self.dtype == self.found.dtype:
+            return expected
+        return round_float64(widen(expected, self.dtype).astype(np.float64), self.found.dtype)
 
     @staticmethod
     def _multiple(operations: tuple[Operation, ...], columns: int) -> int:
@@ -149,9 +176,9 @@ class TensorReader:
         return values
 
     def _read_found(self, start: int, count: int) -> NDArray[Any]:
-        values = np.empty(count, self.dtype.carrier)
+        values = np.empty(count, self.found.dtype.carrier)
         if count:
-            read_exactly(self._found, self.found.start + start * self.dtype.itemsize, bytes_of(values), self.found.path)
+            read_exactly(self._found, self.found.start + start * self.found.dtype.itemsize, bytes_of(values), self.found.path)
         return values
 
 
