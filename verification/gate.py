@@ -11,13 +11,12 @@ from typing import Any
 from lora_merge.console import Progress, no_progress
 from lora_merge.engines.errors import EngineError
 from lora_merge.engines.labels import DecisionLabels
-from lora_merge.errors import no_folder
-from lora_merge.merging.digests import file_digest, folder_digests, root_digest
-from lora_merge.merging.errors import MergeError
+from lora_merge.merging.digests import file_digest, root_digest
 from verification.certificate import CERTIFICATE_FILE, MEASUREMENT_FILE, Statement, read_statement
 from verification.checks import Outcome
 from verification.errors import VerificationError
 from verification.limits import DEFAULT_MAX_DELTA, Limits
+from verification.merged_files import folder_files
 from verification.strict_json import canonical
 
 RECIPE_CHECK = "recipe-provenance"
@@ -139,24 +138,6 @@ def check_certificate(
         prefill=prefill,
         engine=statement.bound["engine"],
     )
-
-
-def folder_files(folder: str | os.PathLike[str], progress: Progress = no_progress) -> dict[str, str]:
-    """File name -> SHA-256 of every file that an engine could read from ``folder``.
-
-    Raises:
-        VerificationError: a file cannot be read, or there is a link to a folder, whose files nothing would vouch for.
-    """
-    root = Path(folder)
-    if reason := no_folder(root, "a merged checkpoint"):
-        raise VerificationError(reason)
-    linked = next((path for path in sorted(root.rglob("*")) if path.is_symlink() and path.is_dir()), None)
-    if linked is not None:
-        raise VerificationError(f"{linked}: is a link to a folder; put the files themselves there")
-    try:
-        return folder_digests(root, progress)
-    except MergeError as error:
-        raise VerificationError(str(error)) from error
 
 
 def _check_outcome(statement: Statement, policy: Policy, what: str) -> None:

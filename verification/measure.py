@@ -20,15 +20,15 @@ from verification.arms import (
     merged_arm,
     recorded_reference,
 )
-from verification.audit import AUDIT_CHECK, audit_weights
+from verification.audit import AUDIT_CHECK, WeightAudit, audit_weights
 from verification.audit_api import merge_plan
 from verification.checks import Check, Outcome
 from verification.errors import Inconclusive, VerificationError
-from verification.gate import folder_files
 from verification.measurement import Conditions, Measurements, NoiseFloor, pair
+from verification.merged_files import folder_files, manifest_findings
 from verification.prepare import DecisionOptions, Prepared, prepare
 from verification.reference import read_reference
-from verification.sources import SourceOptions, Sources, find_sources, manifest_findings
+from verification.sources import SourceOptions, Sources, find_sources
 
 
 @dataclass(frozen=True)
@@ -84,12 +84,13 @@ def _measure(
     sources = find_sources(merged, options.sources, recorded)
     trust = options.engine.trust_remote_code
     prepared = prepare(prompts, merged, sources, recorded, options.decision, trust_remote_code=trust)
-    known = (*sources.findings, *prepared.findings, *manifest_findings(merged, files))
+    known = (*sources.findings, *prepared.findings)
     # What makes any measurement say nothing is said before the models load.
     for check in known:
         if check.outcome is Outcome.INCONCLUSIVE:
-            raise Inconclusive(check.detail, known)
-    audited = _audit(merged, sources, options, stages)
+            raise Inconclusive(check.detail, (*known, *manifest_findings(merged, files)))
+    audit, audited = _audit(merged, sources, options, stages)
+    written = tuple(manifest_findings(merged, files, bit_by_bit=audit is not None and audit.bit_by_bit))
     arms: dict[str, Arm] = {}
     if recorded is not None:
         arms["reference"] = recorded_reference(recorded, prepared)
@@ -117,24 +118,25 @@ def _measure(
         merged_files=files,
         merged_root=root_digest(files),
         noise_floors=tuple(floor for arm in arms.values() for floor in arm.floors),
-        findings=(*known, *audited),
+        findings=(*known, *written, audited),
     )
     return _joined(conditions, prepared, arms)
 
 
-def _audit(merged: Path, sources: Sources, options: MeasureOptions, stages: Stages) -> tuple[Check, ...]:
-    """The weight audit as a finding; a warning where there is none, because output drift does not see every mistake."""
+def _audit(merged: Path, sources: Sources, options: MeasureOptions, stages: Stages) -> tuple[WeightAudit | None, Check]:
+    """The weight audit and its finding; a warning where there is none, because output drift does not see every mistake."""
     trust_remote_code = options.engine.trust_remote_code
     absent = [role for role, folder in (("base", sources.base), ("adapter", sources.adapter)) if folder is None]
     if not options.audit or absent:
         reason = f"no {' and no '.join(absent)} on this machine" if options.audit else "--no-audit"
-        return (Check(AUDIT_CHECK, Outcome.WARNED, f"no weight was held against base and adapter ({reason})"),)
+        return None, Check(AUDIT_CHECK, Outcome.WARNED, f"no weight was held against base and adapter ({reason})")
     try:
         plan = merge_plan(sources, trust_remote_code=trust_remote_code)
     except (MergeError, Inconclusive) as error:
-        return (Check(AUDIT_CHECK, Outcome.WARNED, f"the weights could not be audited: {error}"),)
+        return None, Check(AUDIT_CHECK, Outcome.WARNED, f"the weights could not be audited: {error}")
     with stages.stage("weights against base and adapter", plan.weight_bytes, "bytes") as progress:
-        return (audit_weights(plan, merged, progress).check(),)
+        audit = audit_weights(plan, merged, progress)
+    return audit, audit.check()
 
 
 def _joined(conditions: Conditions, prepared: Prepared, arms: Mapping[str, Arm]) -> Measurements:

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
+from verification.audit import AUDIT_CHECK
 from verification.checks import IF_TRAINED_IN_4BIT, MERGE_AGAIN, Outcome
+from verification.merged_files import WRITTEN_CHECK
 from verification.verdict import Verdict
 
-_ABOUT_FILES = ("weights", "merged-files")
+_ABOUT_FILES = (AUDIT_CHECK, WRITTEN_CHECK)
 """Checks of the files themselves, which can fail however little the decisions drift."""
 
 UNSIGNED = "unsigned: it guards against mistakes, not against forgery (--sign-key signs it)"
@@ -40,16 +42,21 @@ def _headline(verdict: Verdict) -> str:
     meaning = {
         Outcome.PASSED: "the merged checkpoint decides as its QLoRA reference did",
         Outcome.WARNED: "within the limits, but with a reservation; generation asks for consent",
-        Outcome.FAILED: (
-            "the merged checkpoint decides differently from its QLoRA reference"
-            if any(name not in _ABOUT_FILES for name in failed)
-            else "the merged checkpoint is not what its base, adapter and recipe make"
-        ),
+        Outcome.FAILED: _failure(failed),
         Outcome.INCONCLUSIVE: "the measurement says nothing, so nothing is certified",
     }
     if verdict.outcome is Outcome.FAILED:
         return f": {meaning[verdict.outcome]} ({', '.join(failed)})"
     return f": {meaning[verdict.outcome]} (limit {verdict.limits.max_delta:g} of the mean |delta| of the skip probability)"
+
+
+def _failure(failed: Sequence[str]) -> str:
+    """What the names of the ``failed`` checks amount to."""
+    if any(name not in _ABOUT_FILES for name in failed):
+        return "the merged checkpoint decides differently from its QLoRA reference"
+    if AUDIT_CHECK in failed:
+        return "the merged checkpoint is not what its base, adapter and recipe make"
+    return "the merged checkpoint is not as lora-merge wrote it"  # the audit contradicts more, or there was none
 
 
 def _numbers(numbers: Mapping[str, Any], verdict: Verdict) -> Iterator[str]:

@@ -25,7 +25,7 @@ from verification.errors import Inconclusive
 from verification.recipe_checks import live_recipe, recipe_findings, recorded_recipe
 from verification.reference_file import Reference
 
-PASSED, WARNED, FAILED, INCONCLUSIVE = Outcome.PASSED, Outcome.WARNED, Outcome.FAILED, Outcome.INCONCLUSIVE
+PASSED, WARNED, INCONCLUSIVE = Outcome.PASSED, Outcome.WARNED, Outcome.INCONCLUSIVE
 
 
 @dataclass(frozen=True)
@@ -212,27 +212,6 @@ def _same_files(base: ModelFolder, manifest: MergeManifest) -> Check:
         if not path.is_file() or file_digest(path) != digest:
             return Check("base-files", INCONCLUSIVE, f"{path}: is not the file that was merged; give the base of the merge")
     return Check("base-files", PASSED, f"all {len(manifest.base.files)} files of the base are those that were merged")
-
-
-def manifest_findings(merged: Path, files: Mapping[str, str]) -> Iterator[Check]:
-    """The files of ``merged`` (name -> SHA-256) against what its merge manifest says was written; nothing without a manifest.
-
-    Weights that changed since the merge fail, however little: they are damaged, or another checkpoint than the manifest's.
-    Another file that changed (a configuration, a chat template) may be meant, and is a warning.
-    """
-    if not (merged / MANIFEST_FILE).is_file():
-        return
-    written = read_manifest(merged).output
-    changed = sorted(name for name, digest in written.items() if files.get(name) != digest)
-    weights = [name for name in changed if name.endswith(".safetensors")]
-    if weights:
-        yield Check("merged-files", FAILED, f"{weights[0]} is not the file that lora-merge wrote; merge again")
-    elif changed:
-        yield Check(
-            "merged-files", WARNED, f"{changed[0]} is not the file that lora-merge wrote; merge again unless you changed it"
-        )
-    else:
-        yield Check("merged-files", PASSED, f"all {len(written)} files are as lora-merge wrote them")
 
 
 @dataclass(frozen=True)

@@ -19,7 +19,8 @@ from lora_merge.errors import no_folder
 from lora_merge.generation.errors import GenerationError, NoCertificate
 from lora_merge.generation.options import GateOptions
 from verification.errors import VerificationError
-from verification.gate import CheckedCertificate, Policy, certificate_path, check_certificate, folder_files
+from verification.gate import CheckedCertificate, Policy, certificate_path, check_certificate
+from verification.merged_files import folder_files
 
 _KINDS: dict[str, EngineKind] = {"transformers": "hf", "vllm": "vllm"}
 

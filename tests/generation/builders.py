@@ -20,8 +20,9 @@ from tests.verification.builders import ordinary
 from verification.certificate import make_statement, write_certificate
 from verification.checks import Check
 from verification.drift_file import write_measurements
-from verification.gate import certificate_path, folder_files
+from verification.gate import certificate_path
 from verification.limits import Limits
+from verification.merged_files import folder_files
 from verification.verdict import judge
 
 POSITIONS = 160

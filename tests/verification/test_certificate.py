@@ -34,9 +34,10 @@ from verification.certificate import make_statement, read_statement, write_certi
 from verification.checks import Check, Outcome
 from verification.drift_file import write_measurements
 from verification.errors import VerificationError
-from verification.gate import CheckedCertificate, Policy, certificate_path, check_certificate, folder_files
+from verification.gate import CheckedCertificate, Policy, certificate_path, check_certificate
 from verification.limits import Limits
 from verification.measurement import Measurements
+from verification.merged_files import folder_files
 from verification.verdict import judge
 
 FILES = {"config.json": b'{"model_type": "llama"}', "model.safetensors": b"weights", "tokenizer/vocab.json": b"{}"}

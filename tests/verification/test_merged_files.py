@@ -4,8 +4,90 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM
 
 from tests.verification.test_verify import certificate, outcomes, run, verify
+
+
+def detail(verdict: dict[str, Any], name: str) -> str:
+    (found,) = (check["detail"] for check in verdict["checks"] if check["name"] == name)
+    return str(found)
+
+
+def reshard(folder: Path) -> None:
+    """Save the weights again as Transformers does, in small files."""
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16)
+    (folder / "model.safetensors").unlink()
+    side_files = {path: path.read_bytes() for path in folder.iterdir()}
+    model.save_pretrained(folder, max_shard_size="100KB")
+    for path, content in side_files.items():
+        path.write_bytes(content)
+
+
+def resave(folder: Path, dtype: torch.dtype) -> None:
+    """Save the weights again in one file, in another order, with other metadata, in ``dtype``."""
+    tensors = load_file(folder / "model.safetensors")
+    anew = {name: tensors[name].to(dtype) for name in sorted(tensors, reverse=True)}
+    save_file(anew, folder / "model.safetensors", metadata={"format": "pt", "saved": "again"})
+
+
+@pytest.mark.parametrize("how", ["in small files", "in another order", "in float32"])
+def test_weights_that_were_only_stored_anew_pass(place: Path, how: str) -> None:
+    """Other bytes, the same values: Transformers' own save_pretrained, or the safetensors library's."""
+    before = load_file(place / "merged" / "model.safetensors")
+    if how == "in small files":
+        reshard(place / "merged")
+        assert len(list((place / "merged").glob("model-*.safetensors"))) > 2
+    else:
+        resave(place / "merged", torch.bfloat16 if how == "in another order" else torch.float32)
+    files = sorted((place / "merged").glob("*.safetensors"))
+    after = {name: tensor for path in files for name, tensor in load_file(path).items()}
+    assert {name: torch.equal(after[name].float(), tensor.float()) for name, tensor in before.items()} == dict.fromkeys(
+        after, True
+    )
+    verdict = verify(place, "--no-control", exit_code=0)
+    assert (outcomes(verdict)["merged-files"], outcomes(verdict)["weights"]) == ("PASSED", "PASSED")
+    assert detail(verdict, "merged-files") == (
+        "model.safetensors is not the file that lora-merge wrote, but every weight is as planned, bit by bit: the weights were "
+        "stored anew, in other files, another order or type, or with other metadata"
+    )
+    assert ("rounded to bfloat16 before" in detail(verdict, "weights")) == (how == "in float32")
+    assert certificate(place).exists()
+
+
+def test_weights_stored_anew_that_nobody_audited_fail(place: Path) -> None:
+    resave(place / "merged", torch.bfloat16)
+    assert outcomes(verify(place, "--no-control", "--no-audit", exit_code=1))["merged-files"] == "FAILED"
+    shown = run("--merged", place / "merged", "--prompts", place / "prompts.jsonl", "--reference", place / "reference.jsonl",
+                "--engine", "hf", "--no-control", "--no-audit", "--quiet", exit_code=1)  # fmt: skip
+    assert shown.stdout.startswith("FAILED: the merged checkpoint is not as lora-merge wrote it (merged-files)")
+
+
+def test_weights_stored_anew_beside_another_file_that_changed_are_a_warning(place: Path) -> None:
+    resave(place / "merged", torch.bfloat16)
+    config = place / "merged" / "config.json"
+    config.write_text(json.dumps({**json.loads(config.read_text()), "use_cache": True}))
+    verdict = verify(place, "--no-control", exit_code=0)
+    found = {check["outcome"]: check["detail"] for check in verdict["checks"] if check["name"] == "merged-files"}
+    assert found.keys() == {"PASSED", "WARNED"} and "stored anew" in found["PASSED"] and "config.json is not" in found["WARNED"]
+
+
+def test_a_flipped_bit_within_rounding_fails_and_is_not_said_to_be_another_merge(place: Path) -> None:
+    """The lowest bit of an adapted weight: the audit finds it as planned up to rounding, the manifest another file."""
+    tensors = load_file(place / "merged" / "model.safetensors")
+    tensors["model.layers.0.mlp.up_proj.weight"].view(torch.int16)[0, 0] ^= 1
+    save_file(tensors, place / "merged" / "model.safetensors", metadata={"format": "pt"})
+    verdict = verify(place, "--no-control", exit_code=1)
+    assert (outcomes(verdict)["merged-files"], outcomes(verdict)["weights"]) == ("FAILED", "PASSED")
+    assert "20 of them bit by bit" in detail(verdict, "weights")
+    shown = run("--merged", place / "merged", "--prompts", place / "prompts.jsonl", "--reference", place / "reference.jsonl",
+                "--engine", "hf", "--no-control", "--quiet", exit_code=1)  # fmt: skip
+    assert shown.stdout.startswith("FAILED: the merged checkpoint is not as lora-merge wrote it (merged-files)")
 
 
 def test_one_flipped_bit_is_refused_however_little_it_moves(place: Path) -> None:
