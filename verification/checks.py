@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import enum
-import math
+import sys
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -61,7 +61,7 @@ class Check:
         """The inverse of :meth:`to_json`; raises :class:`VerificationError` for anything else."""
         if not isinstance(value, Mapping) or set(value) != set(_FIELDS):
             raise VerificationError(f"check {value!r}: expected an object with exactly {', '.join(_FIELDS)}")
-        if value["outcome"] not in Outcome.__members__:
+        if value["outcome"] not in list(Outcome):
             raise VerificationError(
                 f"check {value['name']!r}: outcome is {value['outcome']!r}, expected one of {', '.join(Outcome)}"
             )
@@ -82,5 +82,5 @@ def worst(checks: Iterable[Check]) -> Outcome:
 
 
 def is_number(value: Any) -> bool:
-    """Whether ``value`` is a finite int or float, and no bool."""
-    return type(value) in (int, float) and math.isfinite(value)
+    """Whether ``value`` is a finite float, or an int that is one, and no bool."""
+    return type(value) in (int, float) and abs(value) <= sys.float_info.max

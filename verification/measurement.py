@@ -18,13 +18,15 @@ from lora_merge.engines.labels import DecisionLabels
 from lora_merge.engines.prompts import Prompt, token_ids_sha256
 from lora_merge.engines.scores import DecisionScore
 from verification.checks import Check
-from verification.errors import Inconclusive
+from verification.errors import Inconclusive, VerificationError
+from verification.json_readers import number, record, text, whole
 
 ARMS = ("reference", "merged", "base", "reference_float32", "merged_float32")
 DECISIONS = ("skip", "write", "other")
 DEQUANTIZED = "the reference against its dequantized base with the unmerged adapter"
 """The source of the noise floor that bitsandbytes' kernels make."""
-_LONGEST_FIELD = 200
+LONGEST_FIELD = 200
+"""Characters of a pass-through field that can name a slice."""
 _SHOWN_IDS = 8
 
 
@@ -57,6 +59,28 @@ class NoiseFloor:
     def to_json(self) -> dict[str, Any]:
         """Every attribute by name."""
         return dict(vars(self))
+
+    @classmethod
+    def from_json(cls, value: Any, where: str) -> NoiseFloor:
+        """The inverse of :meth:`to_json`; raises :class:`VerificationError` for anything else, and for a floor that cannot be.
+
+        ``where`` names the place in the message.
+        """
+        floor = cls(**_FLOOR(value, where))
+        if floor.flips > floor.prompts:
+            raise VerificationError(f"{where}: {floor.flips} of {floor.prompts} prompts flip")
+        if floor.mean_abs_delta > floor.max_abs_delta + _ROUNDING:
+            raise VerificationError(
+                f"{where}: mean_abs_delta is {floor.mean_abs_delta:g}, above max_abs_delta {floor.max_abs_delta:g}"
+            )
+        return floor
+
+
+_FLOOR = record(
+    {"source": text, "prompts": whole(1), "mean_abs_delta": number(0, 1), "max_abs_delta": number(0, 1), "flips": whole(0)}
+)
+_ROUNDING = 1e-9
+"""The mean of equal numbers can lie above them by an ulp."""
 
 
 @dataclass(frozen=True)
@@ -226,9 +250,10 @@ def match_token_ids(prompts: Sequence[Prompt], recorded: Mapping[str, str]) -> N
 
 
 def short_fields(fields: Mapping[str, Any]) -> dict[str, Any]:
-    """The fields whose values can name a slice: booleans, whole numbers, null and strings of at most 200 characters."""
-    return {
-        name: value
-        for name, value in fields.items()
-        if value is None or type(value) in (bool, int) or (isinstance(value, str) and len(value) <= _LONGEST_FIELD)
-    }
+    """The fields whose values can name a slice."""
+    return {name: value for name, value in fields.items() if is_slice_value(value)}
+
+
+def is_slice_value(value: Any) -> bool:
+    """Whether ``value`` can name a slice: booleans, whole numbers, null and strings of at most 200 characters."""
+    return value is None or type(value) in (bool, int) or (isinstance(value, str) and len(value) <= LONGEST_FIELD)

@@ -20,6 +20,7 @@ from lora_merge.merging.quantization import QuantRecipe
 from verification.checks import is_number
 from verification.drift_file import ORIGINS
 from verification.errors import VerificationError
+from verification.json_readers import or_null
 from verification.measurement import NoiseFloor
 from verification.strict_json import canonical, expect_keys, strict_loads
 from verification.whole_file import write_whole
@@ -47,7 +48,7 @@ _HEADERS = {1: _HEADER_2 - {"noise_floors"} | {"noise_floor"}, 2: _HEADER_2, VER
 """By version; version 1 knew one noise floor, ``batch_shape``."""
 _ROW = {"id", "token_ids_sha256", "log_p_skip", "log_p_write", "argmax", "skip_probability", "label_mass"}
 FLOORS = ("batch_shape", "dequantized")
-_FLOOR = {"source", "prompts", "mean_abs_delta", "max_abs_delta", "flips"}
+_FLOOR = or_null(NoiseFloor.from_json)
 _ROUNDING = 1e-9
 _LONGEST_HEADER = 1 << 24
 """Bytes; it lists the quantized modules."""
@@ -257,20 +258,9 @@ def _read_header(value: Any, where: str) -> Mapping[str, Any]:
 
 def _read_floors(header: Mapping[str, Any], where: str) -> dict[str, NoiseFloor | None]:
     if header["version"] == 1:
-        return {"batch_shape": _read_floor(header["noise_floor"], f"{where}: noise_floor"), "dequantized": None}
+        return {"batch_shape": _FLOOR(header["noise_floor"], f"{where}: noise_floor"), "dequantized": None}
     floors = expect_keys(header["noise_floors"], set(FLOORS), f"{where}: noise_floors")
-    return {name: _read_floor(floors[name], f"{where}: noise_floors: {name}") for name in FLOORS}
-
-
-def _read_floor(value: Any, where: str) -> NoiseFloor | None:
-    if value is None:
-        return None
-    floor = expect_keys(value, _FLOOR, where)
-    counts = all(type(floor[name]) is int and floor[name] >= 0 for name in ("prompts", "flips"))
-    numbers = all(is_number(floor[name]) and 0 <= floor[name] <= 1 for name in ("mean_abs_delta", "max_abs_delta"))
-    if not (counts and numbers and isinstance(floor["source"], str)):
-        raise VerificationError(f"{where} is {floor!r}; expected a source, counts from 0 and deltas in [0, 1]")
-    return NoiseFloor(**floor)
+    return {name: _FLOOR(floors[name], f"{where}: noise_floors: {name}") for name in FLOORS}
 
 
 def _read_row(value: Any, labels: DecisionLabels, where: str) -> tuple[DecisionScore, str]:

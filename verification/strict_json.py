@@ -15,11 +15,18 @@ def canonical(value: Any) -> str:
 
 
 def strict_loads(text: str | bytes, what: str) -> Any:
-    """Parse ``text``; twin keys, NaN and infinities are errors. ``what`` names it in the :class:`VerificationError`."""
+    """Parse ``text``; twin keys, NaN, infinities and half a surrogate pair, which is no character, are errors.
+
+    ``what`` names it in the :class:`VerificationError`.
+    """
     try:
-        return json.loads(text, object_pairs_hook=_without_twins, parse_constant=_refuse)
+        decoded = text.decode("utf-8") if isinstance(text, bytes) else text
+        value = json.loads(decoded, object_pairs_hook=_without_twins, parse_constant=_refuse)
+        if "\\u" in decoded:
+            _expect_characters(value)
     except (ValueError, RecursionError) as error:
         raise VerificationError(f"{what}: is not valid JSON: {error}") from error
+    return value
 
 
 def expect_keys(value: Any, required: set[str], what: str, optional: frozenset[str] = frozenset()) -> Mapping[str, Any]:
@@ -34,6 +41,13 @@ def expect_keys(value: Any, required: set[str], what: str, optional: frozenset[s
         found += [f"{unknown[0]!r} is not known"] if unknown else []
         raise VerificationError(f"{what}: {' and '.join(found)}; was it written by another version?")
     return value
+
+
+def _expect_characters(value: Any) -> None:
+    try:
+        json.dumps(value, ensure_ascii=False).encode("utf-8")
+    except UnicodeEncodeError:
+        raise ValueError("it holds half of a surrogate pair, which is no character") from None
 
 
 def _without_twins(pairs: list[tuple[str, Any]]) -> dict[str, Any]:

@@ -24,7 +24,7 @@ from verification.live_adapter import check_live_adapter
 from verification.reference import read_reference, record_reference
 
 ROWS = make_rows(20)
-NEGATIVE = {"source": "x", "prompts": 1, "mean_abs_delta": -1, "max_abs_delta": 0, "flips": 0}
+FLOOR = {"source": "x", "prompts": 100, "mean_abs_delta": 0.0, "max_abs_delta": 0.0, "flips": 0}
 
 
 @pytest.fixture(autouse=True)
@@ -380,6 +380,10 @@ def change(path: Path, line: int, **changes) -> None:
     path.write_text("\n".join(lines) + "\n")
 
 
+def _with_floor(**changes):
+    return {"noise_floors": {"batch_shape": None, "dequantized": {**FLOOR, **changes}}}
+
+
 @pytest.mark.parametrize(
     ("line", "changes", "problem"),
     [
@@ -399,7 +403,13 @@ def change(path: Path, line: int, **changes) -> None:
         (0, {"adapter": {"files": {"a": "0" * 64}, "root": "0" * 64}}, "root is not that of its files"),
         (0, {"adapter": {"files": {"a": "0" * 64}, "root": "0" * 64, "identity": "x"}}, "identity is no SHA-256"),
         (0, {"noise_floors": {"batch_shape": None}}, "noise_floors: 'dequantized' is missing"),
-        (0, {"noise_floors": {"batch_shape": None, "dequantized": NEGATIVE}}, "line 1: noise_floors: dequantized is"),
+        (
+            0,
+            _with_floor(mean_abs_delta=-1),
+            "line 1: noise_floors: dequantized: mean_abs_delta is -1, expected a number",
+        ),
+        (0, _with_floor(prompts=0), "line 1: noise_floors: dequantized: prompts is 0, expected a whole number from 1"),
+        (0, _with_floor(flips=101), "line 1: noise_floors: dequantized: 101 of 100 prompts flip"),
         (3, {"id": None}, "line 4: 'id' is missing"),
         (3, {"id": "p0"}, "20 prompts with 19 different ids"),
         (3, {"log_p_skip": "x"}, "line 4: expected log-probabilities"),
