@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from pickle import UnpicklingError
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from lora_merge.engines.errors import EngineError
+from lora_merge.engines.vocabulary import check_vocabulary, fit_vocabulary, resize_vocabulary, tables
 
 DTYPES = ("auto", "bfloat16", "float32", "float16")
 _MESSAGE_LIMIT = 400
@@ -47,11 +49,13 @@ def load_causal_model(
     trust_remote_code: bool = False,
     bnb_config: Mapping[str, Any] | None = None,
     quantized: bool = False,
+    least_vocabulary: int = 0,
 ) -> nn.Module:
     """The causal language model at ``path`` in evaluation mode on ``device``.
 
     ``quantized``: through bitsandbytes in 4 bit, by ``bnb_config`` or, when that is None, by what the checkpoint itself stores.
-    Raises :class:`EngineError` when it cannot be loaded so.
+    ``least_vocabulary``: tokens that it shall have rows for, more than its own where tokens were added before training; new rows
+    are the mean of the others. Raises :class:`EngineError` when it cannot be loaded so.
     """
     from transformers import AutoConfig, AutoModelForCausalLM, BitsAndBytesConfig
 
@@ -85,40 +89,80 @@ def load_causal_model(
         raise EngineError(
             f"{path} did not load in 4 bit; expected a bitsandbytes 4-bit model: check load_in_4bit in its settings"
         )
+    if model.get_input_embeddings().weight.shape[0] < least_vocabulary:
+        resize_vocabulary(model, least_vocabulary)
     return model.eval()
 
 
 def load_adapter(model: nn.Module, adapter: str | Path) -> nn.Module:
     """``model`` with the PEFT adapter of the folder on top, unmerged and frozen.
 
+    A vocabulary that was resized before training is resized here too: see :mod:`~lora_merge.engines.vocabulary`.
+
     Raises :class:`EngineError` when it does not load, when a part of the model's adapter got no tensor from the folder, or when a
     tensor of the folder found no place: PEFT only warns of the first and says nothing of the second.
     """
     from peft import PeftModel, get_peft_model_state_dict
-    from safetensors import safe_open
+    from safetensors import SafetensorError
 
     try:
+        stored = _AdapterFile(Path(adapter))
+        shapes = stored.shapes()
+        vocabulary = tables(model, shapes)
+        fit_vocabulary(model, shapes, adapter)
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
             adapted = PeftModel.from_pretrained(model, str(adapter), is_trainable=False).eval()
-        stored: set[str] = set()
-        if (file := Path(adapter) / "adapter_model.safetensors").is_file():
-            with safe_open(file, "pt") as tensors:
-                stored = {name for name in tensors.keys() if "lora_" in name}  # noqa: SIM118  safe_open is no mapping
-    except (OSError, ValueError, ImportError, KeyError, RuntimeError, TypeError) as error:
+        check_vocabulary(model, vocabulary, stored.tensors([name for table in vocabulary for name in table.stored]), adapter)
+    except (OSError, ValueError, ImportError, KeyError, RuntimeError, TypeError, UnpicklingError, SafetensorError) as error:
         raise EngineError(f"adapter {adapter} does not load on {type(model).__name__}: {_brief(error)}") from error
     missing = [str(item.message) for item in caught if "missing adapter keys" in str(item.message)]
     if missing:
         raise EngineError(
             f"adapter {adapter} does not fit {type(model).__name__}: {missing[0][:300]}; is this the base it was trained on?"
         )
+    halves = {name for name in shapes if "lora_" in name}
     placed = {name for name in get_peft_model_state_dict(adapted, save_embedding_layers=False) if "lora_" in name}
-    if len(stored) > len(placed):
-        lost = ", ".join(sorted(stored - placed)[:3])
+    if len(halves) > len(placed):
+        lost = ", ".join(sorted(halves - placed)[:3])
         raise EngineError(
-            f"adapter {adapter}: {len(stored) - len(placed)} of its tensors have no place in the model, such as {lost}"
+            f"adapter {adapter}: {len(halves) - len(placed)} of its tensors have no place in the model, such as {lost}"
         )
     return adapted
+
+
+class _AdapterFile:
+    """The tensors in a folder's adapter file, whichever of PEFT's two it is; none where there is no file."""
+
+    def __init__(self, folder: Path) -> None:
+        self._safetensors = folder / "adapter_model.safetensors"
+        self._pickle = folder / "adapter_model.bin"
+
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        """Of all tensors, by name."""
+        from safetensors import safe_open
+
+        if self._safetensors.is_file():
+            with safe_open(self._safetensors, "pt") as file:
+                return {name: tuple(file.get_slice(name).get_shape()) for name in file.keys()}  # noqa: SIM118  no mapping
+        return {name: tuple(tensor.shape) for name, tensor in self._unpickled("meta").items()}
+
+    def tensors(self, names: Sequence[str]) -> dict[str, Tensor]:
+        """Those called ``names``."""
+        from safetensors import safe_open
+
+        if not names:
+            return {}
+        if self._safetensors.is_file():
+            with safe_open(self._safetensors, "pt") as file:
+                return {name: file.get_tensor(name) for name in names}
+        return {name: tensor for name, tensor in self._unpickled("cpu").items() if name in names}
+
+    def _unpickled(self, device: str) -> dict[str, Tensor]:
+        if not self._pickle.is_file():
+            return {}
+        tensors: dict[str, Tensor] = torch.load(self._pickle, map_location=device, weights_only=True)
+        return tensors
 
 
 def _brief(error: Exception) -> str:

@@ -93,12 +93,14 @@ class TransformersEngine:
         batch_size: int = SCORE_BATCH,
         write_batch_size: int = WRITE_BATCH,
         share_prefix: bool = True,
+        least_vocabulary: int = 0,
     ) -> TransformersEngine:
         """A 16-bit or float32 checkpoint, with ``adapter`` (a PEFT folder) unmerged on top where one is given.
 
         ``dtype``: ``auto`` for the checkpoint's own, ``bfloat16``, ``float32`` or ``float16`` (refused for Gemma 3, which
         overflows). ``attn_implementation``: Transformers' name, None for its default. ``share_prefix``: compute the ids that
-        all prompts begin with once; exact but for rounding.
+        all prompts begin with once; exact but for rounding. ``least_vocabulary``: see
+        :func:`~lora_merge.engines.loading.load_causal_model`.
         """
         place = resolve_device(device)
         model = load_causal_model(
@@ -108,6 +110,7 @@ class TransformersEngine:
             attn_implementation=attn_implementation,
             revision=revision,
             trust_remote_code=trust_remote_code,
+            least_vocabulary=least_vocabulary,
         )
         tokenizer = load_tokenizer(path, revision=revision, trust_remote_code=trust_remote_code)
         if adapter is not None:
@@ -137,12 +140,14 @@ class TransformersEngine:
         trust_remote_code: bool = False,
         batch_size: int = SCORE_BATCH,
         write_batch_size: int = WRITE_BATCH,
+        least_vocabulary: int = 0,
     ) -> TransformersEngine:
         """The 4-bit base through bitsandbytes, with the unmerged ``adapter`` where one is given: the QLoRA reference.
 
         ``bnb_config``: arguments of ``transformers.BitsAndBytesConfig``; None for a base that is already a bitsandbytes
         checkpoint. ``dtype``: of the modules that are not quantized, bfloat16 as a fresh load for QLoRA has them. No prefix
-        is shared: bitsandbytes chooses its kernel by the shape of the batch.
+        is shared: bitsandbytes chooses its kernel by the shape of the batch. ``least_vocabulary``: see
+        :func:`~lora_merge.engines.loading.load_causal_model`.
 
         On CPUs with AVX512-BF16 bitsandbytes repacks its weights at the first forward, so do not read weights from this model
         after it has scored.
@@ -157,6 +162,7 @@ class TransformersEngine:
             trust_remote_code=trust_remote_code,
             bnb_config=bnb_config,
             quantized=True,
+            least_vocabulary=least_vocabulary,
         )
         tokenizer = load_tokenizer(base, revision=revision, trust_remote_code=trust_remote_code)
         if adapter is not None:
