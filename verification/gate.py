@@ -16,7 +16,7 @@ from verification.certificate import CERTIFICATE_FILE, MEASUREMENT_FILE, Stateme
 from verification.checks import Outcome
 from verification.errors import VerificationError
 from verification.limits import DEFAULT_MAX_DELTA, Limits
-from verification.merged_files import folder_files
+from verification.merged_files import counts, folder_files
 from verification.strict_json import canonical
 
 RECIPE_CHECK = "recipe-provenance"
@@ -119,7 +119,8 @@ def check_certificate(
     _check_outcome(statement, policy, what)
     _check_limit(statement.limits, policy, what)
     _check_measurements(statement, path, what)
-    _check_files(statement, folder_files(folder, progress), folder)
+    found = folder_files(folder, progress)
+    _check_files(statement, found, folder)
     try:
         labels = DecisionLabels.from_json(statement.bound["decision"]["labels"])
     except EngineError as error:
@@ -132,7 +133,7 @@ def check_certificate(
         signed=signed,
         outcome=statement.outcome,
         warnings=statement.tests[Outcome.WARNED],
-        root=statement.root,
+        root=root_digest(found),
         limits=statement.limits,
         labels=labels,
         prefill=prefill,
@@ -170,14 +171,14 @@ def _check_measurements(statement: Statement, path: Path, what: str) -> None:
 
 
 def _check_files(statement: Statement, found: Mapping[str, str], folder: str | os.PathLike[str]) -> None:
-    certified = statement.files
+    certified = {name: digest for name, digest in statement.files.items() if counts(name)}
     absent, added = sorted(set(certified) - set(found)), sorted(set(found) - set(certified))
     changed = sorted(name for name in set(certified) & set(found) if certified[name] != found[name])
     for names, problem in ((changed, "was changed"), (absent, "is missing"), (added, "was added")):
         if names:
             more = f" and {len(names) - 1} more" if len(names) > 1 else ""
             raise VerificationError(f"{Path(folder) / names[0]}{more} {problem} since it was certified; verify it again")
-    if root_digest(found) != statement.root:
+    if root_digest(statement.files) != statement.root:
         raise VerificationError(f"{folder}: the certificate's root digest is not the one of its files; it was edited")
 
 

@@ -1,41 +1,96 @@
-"""The files of a merged checkpoint: their digests, and whether they are those that the merge wrote."""
+"""The files of a merged checkpoint: which count, their digests, and whether they are those that the merge wrote."""
 
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 from lora_merge.console import Progress, no_progress
-from lora_merge.errors import no_folder
 from lora_merge.merging.checkpoint import INDEX_FILE
-from lora_merge.merging.digests import folder_digests
+from lora_merge.merging.digests import file_digests
 from lora_merge.merging.errors import MergeError
 from lora_merge.merging.manifest import read_manifest
 from lora_merge.merging.side_files import MANIFEST_FILE
+from verification.at_first_sight import no_checkpoint
 from verification.checks import Check, Outcome
 from verification.errors import VerificationError
 
 WRITTEN_CHECK = "merged-files"
 _WEIGHTS = ".safetensors"
+_UNREAD_FILES = re.compile(
+    r"README\.md|(LICENSE|NOTICE)([-_][A-Za-z0-9_-]+)?(\.md|\.txt)?"  # for people
+    r"|\.gitattributes|\.gitignore"  # for git, and every upload to the hub adds one
+    r"|\.DS_Store|Thumbs\.db|\.nfs[0-9A-Fa-f]+"  # what a file manager or a network file system leaves
+)
+"""Files that no engine, tokenizer or processor reads, by their whole name, in any folder. They come, change and go as a
+checkpoint is moved, so they are no part of it. Whatever could be read counts: Python code, JSON, templates, vocabularies (which
+are .txt and .model files too), weights of every kind, and all that is not named here.
+"""
+_UNREAD_FOLDERS = (".git", ".cache/huggingface")
+"""What ``git clone`` and ``hf download --local-dir`` keep beside the files, in the checkpoint itself."""
+_VOLUME = ".."
+"""What the folders begin with in which Kubernetes keeps a volume's versions; its files are links into the one that is current."""
 
 
 def folder_files(folder: str | os.PathLike[str], progress: Progress = no_progress) -> dict[str, str]:
     """File name -> SHA-256 of every file that an engine could read from ``folder``.
 
     Raises:
-        VerificationError: a file cannot be read, or there is a link to a folder, whose files nothing would vouch for.
+        VerificationError: as :func:`file_names`.
     """
-    root = Path(folder)
-    if reason := no_folder(root, "a merged checkpoint"):
-        raise VerificationError(reason)
-    linked = next((path for path in sorted(root.rglob("*")) if path.is_symlink() and path.is_dir()), None)
-    if linked is not None:
-        raise VerificationError(f"{linked}: is a link to a folder; put the files themselves there")
     try:
-        return folder_digests(root, progress)
+        return file_digests(folder, file_names(folder), progress)
     except MergeError as error:
         raise VerificationError(str(error)) from error
+
+
+def file_names(folder: str | os.PathLike[str]) -> list[str]:
+    """The names of the files in ``folder`` that count (:func:`counts`), relative to it, with ``/``, sorted.
+
+    Raises:
+        VerificationError: it is no checkpoint, as far as its names tell, something in it cannot be read, or there is a link to a
+            folder, whose files nothing would vouch for.
+    """
+    if reason := no_checkpoint(folder):
+        raise VerificationError(reason)
+    try:
+        return sorted(_names_below(Path(folder), ""))
+    except OSError as error:
+        raise VerificationError(f"{error.filename or folder}: cannot be read: {error.strerror or error}") from error
+
+
+def counts(name: str) -> bool:
+    """Whether an engine, its tokenizer or its processor could read the file ``name``, relative to the checkpoint, with ``/``."""
+    *folders, file = name.split("/")
+    within = ("/".join(folders[:depth]) for depth in range(1, len(folders) + 1))
+    return not any(map(_is_passed_over, within)) and file != ".git" and not _UNREAD_FILES.fullmatch(file)
+
+
+def _is_passed_over(folder: str) -> bool:
+    return folder in _UNREAD_FOLDERS or ("/" not in folder and folder.startswith(_VOLUME))
+
+
+def _names_below(root: Path, prefix: str) -> Iterator[str]:
+    for entry in os.scandir(root / prefix):
+        name = f"{prefix}{entry.name}"
+        if entry.is_dir():
+            if _is_passed_over(name):
+                continue
+            if entry.is_symlink() and not (prefix == "" and _leads_into_volume(root, name)):
+                raise VerificationError(f"{root / name}: is a link to a folder; put the files themselves there")
+            yield from _names_below(root, f"{name}/")
+        elif counts(name):
+            if not entry.is_file():
+                raise VerificationError(f"{root / name}: neither a file nor a folder (a dangling link?)")
+            yield name
+
+
+def _leads_into_volume(root: Path, name: str) -> bool:
+    """Whether a link leads into the folder of a Kubernetes volume's version, in ``root`` itself, as all links of a volume do."""
+    target, home = (root / name).resolve(), root.resolve()
+    return target.is_relative_to(home) and target != home and target.relative_to(home).parts[0].startswith(_VOLUME)
 
 
 def manifest_findings(merged: Path, files: Mapping[str, str], *, bit_by_bit: bool = False) -> Iterator[Check]:
@@ -47,7 +102,7 @@ def manifest_findings(merged: Path, files: Mapping[str, str], *, bit_by_bit: boo
     """
     if not (merged / MANIFEST_FILE).is_file():
         return
-    written = read_manifest(merged).output
+    written = {name: digest for name, digest in read_manifest(merged).output.items() if counts(name)}
     changed = sorted(name for name, digest in written.items() if files.get(name) != digest)
     anew = [name for name in changed if bit_by_bit and _is_audited(name)]
     rest = [name for name in changed if name not in anew]

@@ -20,7 +20,7 @@ from lora_merge.generation.errors import GenerationError, NoCertificate
 from lora_merge.generation.options import GateOptions
 from verification.errors import VerificationError
 from verification.gate import CheckedCertificate, Policy, certificate_path, check_certificate
-from verification.merged_files import folder_files
+from verification.merged_files import file_names, folder_files
 
 _KINDS: dict[str, EngineKind] = {"transformers": "hf", "vllm": "vllm"}
 
@@ -120,20 +120,26 @@ def open_gate(model: Path, options: GateOptions, progress: Progress = no_progres
 
 
 def file_stamps(folder: Path) -> dict[str, tuple[int, ...]]:
-    """Size, modification and change time (ns) and inode of every file below ``folder``.
+    """Size, modification and change time (ns) and inode of every file in ``folder`` that an engine could read.
 
     The change time is the system's own: setting a modification time back does not hide an edit.
+
+    Raises:
+        VerificationError: as :func:`~verification.merged_files.file_names`.
+        GenerationError: something there cannot be looked at.
     """
     stamps: dict[str, tuple[int, ...]] = {}
-    for path in sorted(folder.rglob("*")):
-        if path.is_file():
-            found = path.stat()
-            stamps[path.relative_to(folder).as_posix()] = (found.st_size, found.st_mtime_ns, found.st_ctime_ns, found.st_ino)
+    try:
+        for name in file_names(folder):
+            found = (folder / name).stat()
+            stamps[name] = (found.st_size, found.st_mtime_ns, found.st_ctime_ns, found.st_ino)
+    except OSError as error:
+        raise GenerationError(f"{error.filename or folder}: cannot be read: {error.strerror or error}") from error
     return stamps
 
 
 def folder_bytes(folder: Path) -> int:
-    """The size of all files below ``folder``: what checking a certificate reads."""
+    """The size of all files in ``folder`` that count: what checking a certificate reads."""
     return sum(size for size, *_ in file_stamps(folder).values())
 
 

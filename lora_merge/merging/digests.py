@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -62,8 +62,15 @@ def folder_digests(folder: str | os.PathLike[str], progress: Progress = no_progr
         if not path.is_file():
             raise MergeError(f"{path}: neither a file nor a folder (a dangling link?)")
         names.append(path.relative_to(root).as_posix())
+    return file_digests(root, names, progress, jobs)
+
+
+def file_digests(
+    folder: str | os.PathLike[str], names: Sequence[str], progress: Progress = no_progress, jobs: int | None = None
+) -> dict[str, str]:
+    """Hexadecimal SHA-256 of the files of these ``names`` in ``folder``, read in parallel; raises :class:`MergeError`."""
     with ThreadPoolExecutor(jobs or os.cpu_count() or 1) as pool:
-        digests = pool.map(lambda name: file_digest(root / name, progress), names)
+        digests = pool.map(lambda name: file_digest(Path(folder) / name, progress), names)
         return dict(zip(names, digests, strict=True))
 
 
