@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import io
 import logging
 import os
 import signal
@@ -20,6 +21,7 @@ from typing import Any, Protocol, TypeVar
 import click
 
 from lora_merge.errors import EXIT_INTERRUPTED, UserError
+from lora_merge.readable import ESCAPED
 
 Command = TypeVar("Command", bound=Callable[..., Any])
 
@@ -33,6 +35,7 @@ def reports_errors(command: Command) -> Command:
     @functools.wraps(command)
     def guarded(*args: Any, **kwargs: Any) -> Any:
         _terminate_like_an_interrupt()
+        _print_any_path()
         try:
             return command(*args, **kwargs)
         except UserError as error:
@@ -56,6 +59,13 @@ def _terminate_like_an_interrupt() -> None:
 
     if threading.current_thread() is threading.main_thread():
         signal.signal(signal.SIGTERM, interrupt)
+
+
+def _print_any_path() -> None:
+    """Let a path with bytes that are no UTF-8 be printed, as everything writes it (:mod:`lora_merge.readable`)."""
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors=ESCAPED)
 
 
 def one_line(text: str) -> str:

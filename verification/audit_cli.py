@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import sys
 from typing import TYPE_CHECKING, Any
 
@@ -10,6 +9,7 @@ import click
 
 import lora_merge
 from lora_merge.console import progress_bar, quiet_libraries, reports_errors
+from lora_merge.readable import json_text
 from verification.options import RECIPE_SETTINGS, recipe_options, source_options
 
 if TYPE_CHECKING:
@@ -56,7 +56,7 @@ def main(
     if output_format == "json":
         checks = [check.to_json() for check in result.findings]
         shown = {**result.audit.to_json(), "outcome": result.outcome.value, "findings": checks}
-        click.echo(json.dumps(shown, indent=2, allow_nan=False))
+        click.echo(json_text(shown, indent=2, allow_nan=False))
     else:
         _print(result)
     sys.exit({"PASSED": 0, "WARNED": 0, "FAILED": 1, "INCONCLUSIVE": 3}[result.outcome.value])

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import re
 import sys
 from collections.abc import Iterator
@@ -13,6 +12,7 @@ import click
 
 import lora_merge
 from lora_merge.console import Progress, note, progress_bar, quiet_libraries, reports_errors
+from lora_merge.readable import json_text
 from verification.options import FLOAT_TYPES, Command, recipe_options, source_options
 
 if TYPE_CHECKING:
@@ -221,7 +221,7 @@ def _finish(verdict: Verdict, output_format: str) -> None:
     from verification.report import render
 
     if output_format == "json":
-        click.echo(json.dumps(verdict.to_json(), indent=2, allow_nan=False))
+        click.echo(json_text(verdict.to_json(), indent=2, allow_nan=False))
     else:
         colors = {Outcome.PASSED: "green", Outcome.WARNED: "yellow", Outcome.FAILED: "red", Outcome.INCONCLUSIVE: "magenta"}
         for line, outcome in render(verdict):

@@ -5,11 +5,12 @@ What an earlier run left there is removed before a new one starts, so that no ce
 
 from __future__ import annotations
 
-import json
 import os
+import re
 from pathlib import Path
 from xml.etree import ElementTree
 
+from lora_merge.readable import json_text, readable
 from verification.certificate import CERTIFICATE_FILE, MEASUREMENT_FILE, make_statement, write_certificate
 from verification.checks import Outcome
 from verification.drift_file import write_measurements
@@ -28,6 +29,7 @@ _MARKS = {
     JUNIT_FILE: b'"verify-skip-drift"',
 }
 _ENOUGH = 1 << 24
+_NO_XML = re.compile("[\x00-\x08\x0b\x0c\x0e-\x1f\ufffe\uffff]")
 
 
 def clear(folder: Path) -> None:
@@ -67,7 +69,7 @@ def write(folder: Path, verdict: Verdict, measurements: Measurements | None, sig
     """
     try:
         digest = None if measurements is None else write_measurements(measurements, folder / MEASUREMENT_FILE)
-        write_whole(folder / VERDICT_FILE, (json.dumps(verdict.to_json(), indent=2, allow_nan=False) + "\n").encode())
+        write_whole(folder / VERDICT_FILE, (json_text(verdict.to_json(), indent=2, allow_nan=False) + "\n").encode())
         write_whole(folder / JUNIT_FILE, junit(verdict).encode())
         if measurements is not None and digest is not None and verdict.outcome is not Outcome.INCONCLUSIVE:
             statement = make_statement(verdict, measurements.conditions, digest)
@@ -92,8 +94,13 @@ def junit(verdict: Verdict) -> str:
         case = ElementTree.SubElement(suite, "testcase", classname="verify-skip-drift", name=check.name)
         tag = {Outcome.FAILED: "failure", Outcome.INCONCLUSIVE: "error"}.get(check.outcome)
         if tag is not None:
-            ElementTree.SubElement(case, tag, message=check.detail)
+            ElementTree.SubElement(case, tag, message=_xml_text(check.detail))
         else:
-            ElementTree.SubElement(case, "system-out").text = f"{check.outcome}: {check.detail}"
+            ElementTree.SubElement(case, "system-out").text = _xml_text(f"{check.outcome}: {check.detail}")
     ElementTree.indent(suite)
     return ElementTree.tostring(suite, encoding="unicode", xml_declaration=True) + "\n"
+
+
+def _xml_text(text: str) -> str:
+    """``text`` with what XML 1.0 has no way to hold escaped, as a control character in the name of a file."""
+    return _NO_XML.sub(lambda found: f"\\u{ord(found.group()):04x}", readable(text))

@@ -6,12 +6,16 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
+from lora_merge.readable import json_text
 from verification.errors import VerificationError
 
 
 def canonical(value: Any) -> str:
-    """``value`` as JSON with sorted keys, no spaces and ASCII only; NaN and infinities raise ValueError."""
-    return json.dumps(value, sort_keys=True, separators=(",", ":"), ensure_ascii=True, allow_nan=False)
+    """``value`` as JSON with sorted keys, no spaces and ASCII only; NaN and infinities raise ValueError.
+
+    What is no character is escaped as everywhere (:mod:`lora_merge.readable`).
+    """
+    return json_text(value, sort_keys=True, separators=(",", ":"), ensure_ascii=True, allow_nan=False)
 
 
 def strict_loads(text: str | bytes, what: str) -> Any:

@@ -8,6 +8,7 @@ import click
 
 import lora_merge
 from lora_merge.console import note, quiet_libraries, reports_errors
+from lora_merge.readable import json_text, readable
 
 if TYPE_CHECKING:
     from lora_merge.generation.bench.api import BenchOptions
@@ -84,7 +85,6 @@ def main(
 
     Exit codes: 0 measured, 1 failed or not the same work, 2 usage, 130 interrupted.
     """
-    import json
     import sys
     from pathlib import Path
 
@@ -104,11 +104,12 @@ def main(
     except KeyboardInterrupt:
         raise Interrupted(f"interrupted; what {out} has measured stays: go on with the same command and --resume") from None
     report = to_json(result)
+    shown = json_text(report, indent=2, ensure_ascii=False)
     folder = Path(out)
-    (folder / "engines.json").write_text(json.dumps(report, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
-    markdown = to_markdown(result, [] if no_pictures else draw(report, folder))
+    (folder / "engines.json").write_text(shown + "\n", encoding="utf-8")
+    markdown = readable(to_markdown(result, [] if no_pictures else draw(report, folder)))
     (folder / "engines.md").write_text(markdown, encoding="utf-8")
-    click.echo(json.dumps(report, indent=2, ensure_ascii=False) if output_format == "json" else markdown)
+    click.echo(shown if output_format == "json" else markdown)
     sys.exit(0 if all(proof.holds for proof in result.proof.values()) else 1)
 
 

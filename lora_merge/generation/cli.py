@@ -9,6 +9,7 @@ import click
 
 import lora_merge
 from lora_merge.console import note, quiet_libraries, reports_errors, warn
+from lora_merge.readable import json_text
 
 if TYPE_CHECKING:
     from lora_merge.generation.errors import Interrupted
@@ -198,10 +199,8 @@ def _options(given: dict[str, Any]) -> Any:
 
 
 def _print_result(result: GenerateResult, output_format: str) -> None:
-    import json
-
     if output_format == "json":
-        click.echo(json.dumps(result.to_json(), indent=2))
+        click.echo(json_text(result.to_json(), indent=2))
         return
     from lora_merge.generation.summary import summary_lines
 
@@ -210,12 +209,10 @@ def _print_result(result: GenerateResult, output_format: str) -> None:
 
 
 def _print_gate(gate: Gate, output_format: str) -> None:
-    import json
-
     from lora_merge.generation.api import standing
 
     if output_format == "json":
-        click.echo(json.dumps({"model": str(gate.model), "root": gate.root, **gate.to_json()}, indent=2))
+        click.echo(json_text({"model": str(gate.model), "root": gate.root, **gate.to_json()}, indent=2))
         return
     click.echo(f"{gate.model}: may be used; root digest {gate.root}")
     click.echo(standing(gate))

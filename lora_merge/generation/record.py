@@ -15,6 +15,7 @@ from typing import Any
 from lora_merge.generation.errors import GenerationError
 from lora_merge.generation.files import replaced_file
 from lora_merge.generation.shards import Shard
+from lora_merge.readable import json_text
 
 FORMAT = "lora-merge/generation"
 VERSION = 1
@@ -83,7 +84,7 @@ def quarantine_path(out: Path) -> Path:
 def write_record(record: RunRecord, out: Path) -> None:
     """Write the record of ``out``, complete or not at all."""
     with replaced_file(record_path(out)) as file:
-        file.write(json.dumps(record.to_json(), ensure_ascii=False, indent=2, allow_nan=False).encode("utf-8") + b"\n")
+        file.write(json_text(record.to_json(), ensure_ascii=False, indent=2, allow_nan=False).encode("utf-8") + b"\n")
 
 
 def read_record(out: Path) -> RunRecord:

@@ -10,6 +10,7 @@ import click
 
 import lora_merge
 from lora_merge.console import note, progress_bar, quiet_libraries, reports_errors, warn
+from lora_merge.readable import json_text
 
 if TYPE_CHECKING:
     from lora_merge.merging.api import MergeOptions, MergeResult
@@ -189,11 +190,9 @@ def _intention(plan: MergePlan) -> str:
 
 
 def _print_plan(plan: MergePlan, options: MergeOptions, obstacles: list[str], output_format: str) -> None:
-    import json
-
     jobs = options.jobs or os.cpu_count() or 1
     if output_format == "json":
-        click.echo(json.dumps({**plan.to_json(jobs), "obstacles": obstacles}, indent=2))
+        click.echo(json_text({**plan.to_json(jobs), "obstacles": obstacles}, indent=2))
         return
     for shard in plan.shards:
         click.echo(f"{shard.file}: {len(shard.tensors)} tensors")
@@ -225,11 +224,9 @@ def _step(operation: dict[str, Any]) -> str:
 
 
 def _print_result(result: MergeResult, output_format: str) -> None:
-    import json
-
     manifest = result.manifest.to_json()
     if output_format == "json":
-        click.echo(json.dumps({"out": str(result.out), "manifest": manifest}, indent=2))
+        click.echo(json_text({"out": str(result.out), "manifest": manifest}, indent=2))
         return
     click.echo(
         f"merged into {result.out} ({result.manifest.method}); verify it next: verify-skip-drift --merged {result.out} ..."

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
@@ -17,6 +16,7 @@ from lora_merge.merging.folders import ModelFolder, read_json
 from lora_merge.merging.plan import METHODS
 from lora_merge.merging.quantization import QuantRecipe
 from lora_merge.merging.side_files import MANIFEST_FILE
+from lora_merge.readable import json_text, readable
 
 FORMAT = "lora-merge/manifest"
 VERSION = 1
@@ -106,6 +106,7 @@ class MergeManifest:
 
     def to_json(self) -> dict[str, Any]:
         """The manifest as it is written."""
+        output = readable(self.output)
         return {
             "format": FORMAT,
             "version": VERSION,
@@ -119,13 +120,13 @@ class MergeManifest:
             "expert_packing": self.packing,
             "recipe": self.recipe.to_json() if self.recipe else None,
             "dtype": self.dtype,
-            "output": {"files": {name: self.output[name] for name in sorted(self.output)}, "root": root_digest(self.output)},
+            "output": {"files": {name: output[name] for name in sorted(output)}, "root": root_digest(output)},
             "environment": dict(self.environment),
         }
 
     def to_bytes(self) -> bytes:
         """The file's bytes."""
-        return (json.dumps(self.to_json(), indent=2, ensure_ascii=False) + "\n").encode()
+        return (json_text(self.to_json(), indent=2, ensure_ascii=False) + "\n").encode()
 
 
 def read_manifest(folder: str | Path) -> MergeManifest:

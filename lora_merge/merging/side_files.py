@@ -7,7 +7,6 @@ of the model.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,6 +18,7 @@ from lora_merge.merging.folders import check_link
 from lora_merge.merging.module_folders import WEIGHT_SUFFIXES, module_files
 from lora_merge.merging.quantization import QuantRecipe
 from lora_merge.merging.tokenizer_files import choose_processor, choose_tokenizer, is_of_a_set
+from lora_merge.readable import json_text, readable
 
 MANIFEST_FILE = "merge_manifest.json"
 CARD_FILE = "README.md"
@@ -92,7 +92,7 @@ def plan_side_files(
     files[CONFIG_FILE] = _config(base, changes)
     if base.index is not None:
         files[INDEX_FILE] = _index(base, contents)
-    files[CARD_FILE] = SideFile(CARD_FILE, "written", content=_model_card(base, adapters, method, recipe).encode())
+    files[CARD_FILE] = SideFile(CARD_FILE, "written", content=readable(_model_card(base, adapters, method, recipe)).encode())
     return tuple(files[name] for name in sorted(files))
 
 
@@ -157,7 +157,7 @@ def _index(base: Checkpoint, contents: Mapping[str, Sequence[tuple[str, int]]]) 
 
 
 def _json_bytes(value: Any) -> bytes:
-    return (json.dumps(value, indent=2, ensure_ascii=False) + "\n").encode()
+    return (json_text(value, indent=2, ensure_ascii=False) + "\n").encode()
 
 
 def _model_card(base: Checkpoint, adapters: tuple[Adapter, ...], method: str, recipe: QuantRecipe | None) -> str:
@@ -168,7 +168,7 @@ def _model_card(base: Checkpoint, adapters: tuple[Adapter, ...], method: str, re
         else "The adapter was added to the original weights. If it was trained with QLoRA, it was trained on other weights than "
         "these."
     )
-    front = ["---", f"base_model: {json.dumps(base_name)}", "library_name: transformers", "tags:", "- lora", "- merged", "---"]
+    front = ["---", f"base_model: {json_text(base_name)}", "library_name: transformers", "tags:", "- lora", "- merged", "---"]
     return "\n".join(
         [
             *front,

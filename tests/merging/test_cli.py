@@ -16,6 +16,7 @@ from click.testing import CliRunner
 
 import lora_merge
 from lora_merge.merging.cli import main
+from lora_merge.merging.manifest import read_manifest
 from lora_merge.merging.recipes import RECIPE_FILE
 from tests.merging.oracle import load_folder
 from tests.tiny import save_tiny_adapter, save_tiny_base
@@ -243,3 +244,18 @@ def test_leftovers_of_a_killed_run_go_with_the_next(bases, adapters, tmp_path):
     assert [path.name[:13] for path in results.iterdir()] == [".out.partial-"], "a killed run has no result, only a hidden folder"
     subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
     assert [path.name for path in results.iterdir()] == ["out"]
+
+
+def test_a_base_whose_folder_is_no_text_is_named_in_manifest_and_card(bases, adapters, tmp_path):
+    """A byte that is no UTF-8 stands there as everywhere. Oracle: UTF-8 itself, and the merge of the same base elsewhere."""
+    base = tmp_path / os.fsdecode(b"caf\xe9")
+    shutil.copytree(bases("llama"), base)
+    result = run("--base", base, "--adapter", adapters("llama"), "--out", tmp_path / "out", "--format", "json")
+    assert result.exit_code == 0, result.output
+    written = json.loads((tmp_path / "out" / "merge_manifest.json").read_text(encoding="utf-8"))
+    assert written["base"]["source"] == rf"{tmp_path}/caf\xe9" == json.loads(result.stdout)["manifest"]["base"]["source"]
+    assert read_manifest(tmp_path / "out").output["model.safetensors"] == written["output"]["files"]["model.safetensors"]
+    (tmp_path / "out" / "README.md").read_text(encoding="utf-8")
+    run("--base", bases("llama"), "--adapter", adapters("llama"), "--out", tmp_path / "other")
+    names = ("model.safetensors", "config.json")
+    assert all((tmp_path / "out" / name).read_bytes() == (tmp_path / "other" / name).read_bytes() for name in names)

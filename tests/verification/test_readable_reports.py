@@ -1,0 +1,83 @@
+"""Paths with bytes that are no UTF-8: every report holds them, and every refusal names them in one line.
+
+Oracles: expat reads the XML, UTF-8 holds every file, and strict_loads takes JSON of characters only.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import subprocess
+import sys
+from pathlib import Path
+from xml.etree import ElementTree
+
+from tests.verification.builders import SETTLED, ordinary
+from verification import report_folder
+from verification.api import judge_again
+from verification.certificate import read_statement
+from verification.checks import Check, Outcome
+from verification.limits import Limits
+from verification.measurement import Measurements
+from verification.strict_json import strict_loads
+from verification.verdict import could_not_measure, judge
+
+CAFE = os.fsdecode(b"caf\xe9")
+WRITTEN = r"caf\xe9"
+
+
+def _of_cafe() -> Measurements:
+    """With the path in every place that a path can come to."""
+    source = ordinary()
+    about = source.conditions
+    recipe = {"quant_type": "nf4", "origins": {"quant_type": f"/{CAFE}/adapter_config.json"}}
+    return dataclasses.replace(
+        source,
+        conditions=dataclasses.replace(
+            about,
+            prompts={**about.prompts, "source": f"{CAFE}.jsonl"},
+            arms={**about.arms, "merged": {**about.arms["merged"], "settings": {"model": f"/{CAFE}/merged"}}},
+            recipe=recipe,
+            findings=(*SETTLED, Check("base-identity", Outcome.WARNED, f"the base here is /{CAFE}/base")),
+        ),
+    )
+
+
+def test_every_report_holds_characters_only(tmp_path: Path) -> None:
+    measured = _of_cafe()
+    verdict = judge(measured, Limits())
+    report_folder.write(tmp_path, verdict, measured, None)
+    assert {path.name for path in tmp_path.iterdir()} == {*report_folder.FILES}
+    for path in tmp_path.iterdir():
+        assert WRITTEN in path.read_text(encoding="utf-8").replace(r"\\", "\\"), path
+        if path.suffix == ".json":
+            strict_loads(path.read_bytes(), path.name)
+    statement, _ = read_statement(tmp_path / "gate.intoto.json")
+    assert statement.bound["engine"]["settings"] == {"model": f"/{WRITTEN}/merged"}
+    again = judge_again(tmp_path / "drift.jsonl", Limits(), tmp_path)
+    assert again.outcome is verdict.outcome is Outcome.WARNED
+    assert again.reasons == (f"base-identity: the base here is /{WRITTEN}/base",)
+    assert read_statement(tmp_path / "gate.intoto.json")[0] == statement
+
+
+def test_junit_is_xml_whatever_a_name_holds() -> None:
+    verdict = could_not_measure("measurement", f"{CAFE} \x00\x1b[31m\uffff 가게\n: no such file", Limits())
+    (error,) = ElementTree.fromstring(report_folder.junit(verdict).encode("utf-8")).iter("error")
+    assert error.get("message") == rf"{WRITTEN} \u0000\u001b[31m\uffff 가게" + "\n: no such file"
+
+
+def test_the_commands_say_it_in_one_line(tmp_path: Path) -> None:
+    """In processes of their own, whose streams refuse what UTF-8 cannot hold."""
+    strict = {**os.environ, "PYTHONIOENCODING": "utf-8:strict"}
+    for module, *words in (
+        ("verification.cli", "--merged", "MODEL", "--prompts", "p.jsonl"),
+        ("verification.cli", "judge", "MODEL"),
+        ("verification.audit_cli", "--merged", "MODEL"),
+        ("lora_merge.generation.cli", "check", "--model", "MODEL"),
+    ):
+        given = [str(tmp_path / CAFE) if word == "MODEL" else word for word in words]
+        command = [sys.executable, "-c", f"from {module} import main; main()", *given]
+        done = subprocess.run(command, capture_output=True, env=strict)
+        said = (done.stdout + done.stderr).decode("utf-8")
+        assert done.returncode == (1 if "generation" in module else 3)
+        assert rf"{tmp_path}/{WRITTEN}: " in said and "Traceback" not in said
