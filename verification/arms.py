@@ -113,7 +113,6 @@ def live_reference(
     ``record_to``: also write the reference there, for other machines; then its noise floor is measured on all prompts.
     """
     from lora_merge.engines.loading import load_adapter, load_causal_model, resolve_device
-    from lora_merge.engines.model_files import load_tokenizer
     from lora_merge.engines.transformers_engine import TransformersEngine
 
     assert sources.base is not None and sources.adapter is not None
@@ -135,8 +134,7 @@ def live_reference(
         facts = {**engine.describe(), "base": sources.base.source, "adapter": sources.adapter.source, "recorded": False}
         floors: tuple[NoiseFloor, ...]
         if record_to is not None:
-            tokenizer = load_tokenizer(base, trust_remote_code=options.trust_remote_code)
-            reference = _record(model, tokenizer, prepared, record_to, sources, progress)
+            reference = _record(model, prepared, record_to, sources, progress)
             scores, floors = list(reference.scores), reference.measured_floors
         else:
             dequantized = score_dequantized(model, sample, prepared.labels, engine.batch_size, progress)
@@ -171,19 +169,22 @@ def recorded_reference(reference: Reference, prepared: Prepared) -> Arm:
 
 
 def control_arm(prepared: Prepared, sources: Sources, options: EngineOptions, stages: Stages) -> Arm:
-    """The bare base as the reference has it, without adapter, on a sample."""
+    """The bare base as the reference has it, without adapter, on a sample; with rows for the tokens that training added."""
     from lora_merge.engines.transformers_engine import TransformersEngine
 
     assert sources.base is not None
-    sample = sample_of(prepared.prompts, SAMPLE)
-    trust = options.trust_remote_code
+    sample, labels = sample_of(prepared.prompts, SAMPLE), prepared.labels
+    highest = max(labels.skip.token_id, labels.write.token_id, *(max(prompt.token_ids) for prompt in sample))
+    settings: dict[str, Any] = {
+        "device": options.device,
+        "trust_remote_code": options.trust_remote_code,
+        "least_vocabulary": highest + 1,
+    }
     with stages.stage("bare base", len(sample)) as progress:
         if sources.recipe is None and not sources.prequantized:
-            engine = TransformersEngine.from_checkpoint(sources.base.path, device=options.device, trust_remote_code=trust)
+            engine = TransformersEngine.from_checkpoint(sources.base.path, **settings)
         else:
-            engine = TransformersEngine.from_quantized(
-                sources.base.path, None, sources.bnb_config(), device=options.device, trust_remote_code=trust
-            )
+            engine = TransformersEngine.from_quantized(sources.base.path, None, sources.bnb_config(), **settings)
         with contextlib.closing(engine):
             scores = engine.score(sample, prepared.labels, progress=progress)
             return Arm(tuple(scores), {**engine.describe(), "base": sources.base.source, "adapter": None})
@@ -221,18 +222,15 @@ def _float32_arm(folder: Path, prepared: Prepared, options: EngineOptions, progr
         return Arm(tuple(engine.score(prepared.prompts, prepared.labels, progress=progress)), engine.describe())
 
 
-def _record(model: Any, tokenizer: Any, prepared: Prepared, path: Path, sources: Sources, progress: Progress) -> Reference:
+def _record(model: Any, prepared: Prepared, path: Path, sources: Sources, progress: Progress) -> Reference:
     """Record the model that was loaded by the recipe of ``sources``: its layers cannot tell more than who told that one."""
     assert sources.adapter is not None
-    labels = prepared.labels
     scored = score_reference(
         model,
-        tokenizer,
         prepared.prompts,
+        prepared.labels,
         adapter_dir=sources.adapter.path,
         prefill=prepared.prefill,
-        skip_label=labels.skip.text,
-        write_label=labels.write.text,
         second_batch_size=SMALL_BATCH,
         progress=progress,
     )

@@ -6,9 +6,11 @@ import math
 import os
 import re
 from pathlib import Path
+from pickle import UnpicklingError
 from typing import TYPE_CHECKING
 
 from lora_merge.merging.adapter_settings import LoraSettings
+from lora_merge.merging.digests import ADAPTER_WEIGHTS
 from lora_merge.merging.folders import read_json
 from verification.errors import VerificationError
 
@@ -37,7 +39,8 @@ def expect_unmerged(model: nn.Module) -> None:
 def check_live_adapter(model: nn.Module, adapter_dir: str | os.PathLike[str]) -> None:
     """Compare every tensor of the saved adapter with the live one, exactly, in the live one's dtype, and what is done with them.
 
-    The dtype may be wider in memory (PEFT loads a bfloat16 adapter as float32); the values may not differ.
+    The dtype may be wider in memory (PEFT loads a bfloat16 adapter as float32); the values may not differ. Embedding and
+    head are compared as well where the file holds them: in a merge they take the place of the base's.
 
     Raises:
         VerificationError: the model carries no adapter, several, or one that is switched off, the folder holds none, or a tensor,
@@ -45,7 +48,6 @@ def check_live_adapter(model: nn.Module, adapter_dir: str | os.PathLike[str]) ->
         MergeError: the saved configuration cannot be read, or its patterns contradict each other.
     """
     from peft import PeftModel, get_peft_model_state_dict
-    from safetensors.torch import load_file
 
     if not isinstance(model, PeftModel):
         raise VerificationError(
@@ -57,17 +59,16 @@ def check_live_adapter(model: nn.Module, adapter_dir: str | os.PathLike[str]) ->
     silent = next((name for name, module in model.named_modules() if getattr(module, "disable_adapters", False) is True), None)
     if silent is not None:
         raise VerificationError(f"the adapter is switched off in the live model ({silent}); enable it, then record")
-    path = Path(adapter_dir) / "adapter_model.safetensors"
-    if not path.is_file():
-        raise VerificationError(f"{path}: no such file; save the adapter there first")
+    path, tensors = _saved_tensors(Path(adapter_dir))
+    saved = _by_stable_name(tensors)
     live = _by_stable_name(get_peft_model_state_dict(model, adapter_name=active[0], save_embedding_layers=False))
-    saved = _by_stable_name(load_file(path))
+    everything = live
+    if set(saved) - set(live):  # embedding and head, which PEFT stores in full where the vocabulary was resized or is adapted
+        everything = _by_stable_name(get_peft_model_state_dict(model, adapter_name=active[0], save_embedding_layers=True))
     for name, tensor in saved.items():
-        if name not in live:
-            if "base_layer" in name:  # a copy of the base's own embedding, no part of the adapter
-                continue
+        if name not in everything:
             raise VerificationError(f"{path}: the live model has no tensor {name}; it carries another adapter")
-        _expect_equal(name, live[name], tensor, path)
+        _expect_equal(name, everything[name], tensor, path)
     missing = sorted(set(live) - set(saved))
     if missing:
         raise VerificationError(f"{path}: lacks {missing[0]}, which the live adapter has; save the adapter again")
@@ -111,6 +112,25 @@ def _other_setting(path: Path, module: str, what: str, saved: object, live: obje
         f"{path}: gives {module} {what} {saved}, in the live model it is {live}; save the adapter as it is, or record with the "
         "saved one loaded"
     )
+
+
+def _saved_tensors(folder: Path) -> tuple[Path, dict[str, Tensor]]:
+    """The file that counts, as for whoever reads the adapter, and its tensors by name."""
+    import torch
+    from safetensors import SafetensorError
+    from safetensors.torch import load_file
+
+    found = [folder / name for name in ADAPTER_WEIGHTS if (folder / name).is_file()]
+    if not found:
+        raise VerificationError(f"{folder / ADAPTER_WEIGHTS[0]}: no such file; save the adapter there first")
+    path = found[0]
+    try:
+        if path.suffix == ".safetensors":
+            return path, load_file(path)
+        return path, torch.load(path, map_location="cpu", weights_only=True)
+    except (OSError, RuntimeError, SafetensorError, UnpicklingError) as error:
+        reason = " ".join(str(error).split())[:200]
+        raise VerificationError(f"{path}: cannot be read: {reason}; save the adapter again") from error
 
 
 def _by_stable_name(tensors: dict[str, Tensor]) -> dict[str, Tensor]:

@@ -89,12 +89,10 @@ def record_reference(
     made = _as_prompts(prompts, tokenizer, prefill)
     reference = score_reference(
         model,
-        tokenizer,
         made,
+        resolve_labels(tokenizer, made, prefill=prefill, skip=skip_label, write=write_label),
         adapter_dir=adapter_dir,
         prefill=prefill,
-        skip_label=skip_label,
-        write_label=write_label,
         batch_size=batch_size,
         second_batch_size=second_batch_size,
         dequantized_sample=dequantized_sample,
@@ -106,33 +104,30 @@ def record_reference(
 
 def score_reference(
     model: nn.Module,
-    tokenizer: PreTrainedTokenizerBase,
     made: Sequence[Prompt],
+    labels: DecisionLabels,
     *,
     adapter_dir: str | os.PathLike[str] | None,
     prefill: str,
-    skip_label: str,
-    write_label: str,
     batch_size: int = 32,
     second_batch_size: int | None,
     dequantized_sample: int = SAMPLE,
     progress: Progress,
 ) -> Reference:
-    """What :func:`record_reference` writes, of prompts that are tokenized; arguments and errors as there."""
+    """What :func:`record_reference` writes, of prompts and labels that are tokenized; arguments and errors as there."""
     from lora_merge.engines.transformers_engine import TransformersEngine
     from lora_merge.merging.recipes import recipe_of
     from verification.live_adapter import check_live_adapter, expect_unmerged
 
     expect_unmerged(model)
     _expect_room(model, made)
-    labels = resolve_labels(tokenizer, made, prefill=prefill, skip=skip_label, write=write_label)
     adapter = None
     if adapter_dir is not None:
         check_live_adapter(model, adapter_dir)
         files = adapter_digests(adapter_dir)
         adapter = {"files": files, "root": root_digest(files), "identity": adapter_identity(adapter_dir, files)}
     recipe = recipe_of(model)  # before any forward: a repacked layer no longer tells
-    engine = TransformersEngine.from_model(model, tokenizer, batch_size=batch_size)
+    engine = TransformersEngine.from_model(model, batch_size=batch_size)
     described = engine.describe()
     sample = sample_of(made, dequantized_sample)
     dequantized = score_dequantized(model, sample, labels, batch_size, progress) if sample else None
