@@ -52,7 +52,7 @@ def check_gate(model: str | os.PathLike[str], options: GateOptions | None = None
     """
     phases = phases or Phases()
     folder = Path(model)
-    phases.check.expect(folder_bytes(folder) if folder.is_dir() else 0)
+    phases.check.expect(folder_bytes(folder))
     with phases.check.running():
         return open_gate(folder, options or GateOptions(), phases.check.advance)
 

@@ -15,9 +15,9 @@ from typing import Any
 from lora_merge.console import Progress, no_progress
 from lora_merge.engines.labels import DecisionLabels
 from lora_merge.engines.opening import EngineKind
-from lora_merge.errors import no_folder
 from lora_merge.generation.errors import GenerationError, NoCertificate
 from lora_merge.generation.options import GateOptions
+from verification.at_first_sight import no_checkpoint
 from verification.errors import VerificationError
 from verification.gate import CheckedCertificate, Policy, certificate_path, check_certificate
 from verification.merged_files import file_names, folder_files
@@ -98,9 +98,9 @@ def open_gate(model: Path, options: GateOptions, progress: Progress = no_progres
     Raises:
         VerificationError: the certificate is missing, did not pass, is of another checkpoint, or a byte of the files changed.
         NoCertificate: it has none, and ``options`` does not allow that.
-        GenerationError: there is no such folder.
+        GenerationError: there is no such folder, or no checkpoint in it, as far as its names tell.
     """
-    if reason := no_folder(model, "a merged checkpoint, as lora-merge --out makes it"):
+    if reason := no_checkpoint(model):
         raise GenerationError(f"model {reason}")
     stamps = file_stamps(model)
     if options.allow_ungated:
@@ -139,8 +139,8 @@ def file_stamps(folder: Path) -> dict[str, tuple[int, ...]]:
 
 
 def folder_bytes(folder: Path) -> int:
-    """The size of all files in ``folder`` that count: what checking a certificate reads."""
-    return sum(size for size, *_ in file_stamps(folder).values())
+    """The size of all files below ``folder``: what checking a certificate reads, which is nothing where it is no checkpoint."""
+    return 0 if no_checkpoint(folder) else sum(size for size, *_ in file_stamps(folder).values())
 
 
 def _engine_kind(certificate: CheckedCertificate) -> EngineKind:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 import subprocess
 import sys
@@ -102,6 +103,37 @@ def test_a_file_for_a_folder_and_the_reverse_are_one_line(flag, name, message, c
     assert {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()} == before
 
 
+def test_results_may_lie_where_the_name_is_no_text(checkpoint, tmp_path):
+    """A byte that is no UTF-8 stands in the record, and on the screen, as everywhere."""
+    folder = tmp_path / os.fsdecode(b"caf\xe9")
+    folder.mkdir()
+    prompts, out = write_lines(folder / "prompts.jsonl", make_prompts(4)), folder / "r.jsonl"
+    done = generate(checkpoint, prompts, out, "--format", "json")
+    assert done.exit_code == 0, done.output
+    assert json.loads(done.stdout)["out"] == rf"{tmp_path}/caf\xe9/r.jsonl"
+    record = json.loads((folder / "r.jsonl.run.json").read_text(encoding="utf-8"))
+    assert record["prompts"]["path"] == rf"{tmp_path}/caf\xe9/prompts.jsonl"
+    again = generate(checkpoint, prompts, out, "--resume")
+    assert again.exit_code == 0 and again.stdout.startswith(rf"{tmp_path}/caf\xe9/r.jsonl: 4 rows")
+
+
+def test_a_folder_that_is_no_checkpoint_is_one_line_and_not_walked(monkeypatch):
+    def walked(*_):
+        raise AssertionError("walked")
+
+    monkeypatch.setattr(os, "scandir", walked)
+    done = call("check", "--model", "/")
+    assert (done.exit_code, done.stdout) == (1, "")
+    assert done.stderr == "error: model /: holds no config.json; expected a merged checkpoint, as lora-merge --out makes it\n"
+
+
+def test_a_file_that_cannot_be_looked_at_is_one_line(checkpoint):
+    (checkpoint / "link").symlink_to("x" * 300)  # longer than any name may be
+    done = call("check", "--model", checkpoint)
+    assert (done.exit_code, done.stdout) == (1, "")
+    assert done.stderr == f"error: {checkpoint / 'link'}: cannot be read: File name too long\n"
+
+
 def test_a_part_that_is_not_there_is_named(tmp_path):
     done = call("join", tmp_path / "1.jsonl", "--out", tmp_path / "r.jsonl")
     assert (
@@ -145,9 +177,9 @@ def test_the_check_for_servers(checkpoint):
     shown = json.loads(call("check", "--model", checkpoint, "--format", "json").stdout)
     assert shown["gated"] is True and len(shown["root"]) == 64
     assert (shown["prefill"], shown["engine"]["dtype"], shown["labels"]["skip"]["text"]) == ('{"decision": "', "float32", "skip")
-    (checkpoint / "config.json").unlink()
+    (checkpoint / "generation_config.json").unlink()
     done = call("check", "--model", checkpoint)
-    assert done.exit_code == 1 and done.stdout == "" and "config.json is missing" in done.stderr
+    assert done.exit_code == 1 and done.stdout == "" and "generation_config.json is missing" in done.stderr
     assert call("check", "--model", checkpoint, "--allow-ungated").exit_code == 2  # there is nothing to allow
     shutil.rmtree(certificate_path(checkpoint).parent)
     done = call("check", "--model", checkpoint)
