@@ -13,6 +13,7 @@ from lora_merge.merging.digests import file_digests
 from lora_merge.merging.errors import MergeError
 from lora_merge.merging.manifest import read_manifest
 from lora_merge.merging.side_files import MANIFEST_FILE
+from lora_merge.readable import readable
 from verification.at_first_sight import no_checkpoint
 from verification.checks import Check, Outcome
 from verification.errors import VerificationError
@@ -37,13 +38,19 @@ _VOLUME = ".."
 def folder_files(folder: str | os.PathLike[str], progress: Progress = no_progress) -> dict[str, str]:
     """File name -> SHA-256 of every file that an engine could read from ``folder``.
 
+    A byte of a name that is no UTF-8 stands as :func:`~lora_merge.readable.readable` has it.
+
     Raises:
-        VerificationError: as :func:`file_names`.
+        VerificationError: as :func:`file_names`, or two names are the same then.
     """
     try:
-        return file_digests(folder, file_names(folder), progress)
+        digests = file_digests(folder, file_names(folder), progress)
     except MergeError as error:
         raise VerificationError(str(error)) from error
+    found = {readable(name): digest for name, digest in digests.items()}
+    if len(found) < len(digests):
+        raise VerificationError(f"{folder}: two of its files have names that are written alike; rename one")
+    return found
 
 
 def file_names(folder: str | os.PathLike[str]) -> list[str]:
