@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -12,6 +12,7 @@ from lora_merge.console import Progress, no_progress
 from lora_merge.engines.errors import EngineError
 from lora_merge.engines.labels import DecisionLabels
 from lora_merge.merging.digests import file_digest, root_digest
+from lora_merge.merging.side_files import MANIFEST_FILE
 from verification.certificate import CERTIFICATE_FILE, MEASUREMENT_FILE, Statement, read_statement
 from verification.checks import Outcome
 from verification.errors import VerificationError
@@ -120,7 +121,7 @@ def check_certificate(
     _check_limit(statement.limits, policy, what)
     _check_measurements(statement, path, what)
     found = folder_files(folder, progress)
-    _check_files(statement, found, folder)
+    _check_files(statement, found, folder, what)
     try:
         labels = DecisionLabels.from_json(statement.bound["decision"]["labels"])
     except EngineError as error:
@@ -170,16 +171,39 @@ def _check_measurements(statement: Statement, path: Path, what: str) -> None:
         raise VerificationError(f"{what}: {measurements} beside it is not the file it was judged from; verify again")
 
 
-def _check_files(statement: Statement, found: Mapping[str, str], folder: str | os.PathLike[str]) -> None:
+def _check_files(statement: Statement, found: Mapping[str, str], folder: str | os.PathLike[str], what: str) -> None:
     certified = {name: digest for name, digest in statement.files.items() if counts(name)}
     absent, added = sorted(set(certified) - set(found)), sorted(set(found) - set(certified))
     changed = sorted(name for name in set(certified) & set(found) if certified[name] != found[name])
-    for names, problem in ((changed, "was changed"), (absent, "is missing"), (added, "was added")):
+    if _is_of_another(certified, found):
+        names = _counted(changed or absent, "is", "are")
+        raise VerificationError(f"{what}: is of another checkpoint than {folder}: {names} not what it names; verify it too")
+    for names, one, more, problem in (
+        (changed, "was", "were", "changed"),
+        (absent, "is", "are", "missing"),
+        (added, "was", "were", "added"),
+    ):
         if names:
-            more = f" and {len(names) - 1} more" if len(names) > 1 else ""
-            raise VerificationError(f"{Path(folder) / names[0]}{more} {problem} since it was certified; verify it again")
+            found_so = f"{Path(folder) / _counted(names, one, more)} {problem}"
+            raise VerificationError(f"{found_so} since it was certified; verify it again")
     if root_digest(statement.files) != statement.root:
         raise VerificationError(f"{folder}: the certificate's root digest is not the one of its files; it was edited")
+
+
+def _is_of_another(certified: Mapping[str, str], found: Mapping[str, str]) -> bool:
+    """Whether the certificate was never about these files: they have the manifest and the weights of another merge, or nothing in
+    common with it. An edited or damaged checkpoint keeps one of the two.
+    """
+    if not any(found.get(name) == digest for name, digest in certified.items()):
+        return True
+    if MANIFEST_FILE not in certified or MANIFEST_FILE not in found or certified[MANIFEST_FILE] == found[MANIFEST_FILE]:
+        return False
+    return any(found.get(name) != digest for name, digest in certified.items() if name.endswith(".safetensors"))
+
+
+def _counted(names: Sequence[str], one: str, more: str) -> str:
+    """The first of ``names``, how many there are beside it, and the verb."""
+    return f"{names[0]} {one}" if len(names) == 1 else f"{names[0]} and {len(names) - 1} more {more}"
 
 
 def _differences(certified: Mapping[str, Any], running: Mapping[str, Any]) -> list[str]:

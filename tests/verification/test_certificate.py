@@ -161,7 +161,7 @@ def test_two_files_that_changed_names_are_denied(case: Case) -> None:
     contents = {"config.json": FILES["model.safetensors"], "model.safetensors": FILES["config.json"]}
     for name, content in contents.items():
         (case.folder / name).write_bytes(content)
-    with pytest.raises(VerificationError, match=r"config\.json and 1 more was changed"):
+    with pytest.raises(VerificationError, match=r"config\.json and 1 more were changed"):
         case.check()
 
 

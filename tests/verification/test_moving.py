@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import re
 import shutil
 from pathlib import Path
 
@@ -162,6 +163,52 @@ def test_a_folder_that_cannot_be_read_is_said(case: Case, monkeypatch: pytest.Mo
 
     monkeypatch.setattr(os, "scandir", denied)
     with pytest.raises(VerificationError, match="tokenizer: cannot be read: Permission denied"):
+        case.check()
+
+
+@pytest.mark.parametrize(
+    ("names", "found"),
+    [
+        (["config.json"], "config.json was changed since"),
+        (["config.json", "tokenizer/vocab.json"], "config.json and 1 more were changed since"),
+        (["a.json", "b.json", "c.json"], "a.json and 2 more were added since"),
+    ],
+)
+def test_what_differs_is_said_in_the_right_number(case: Case, names: list[str], found: str) -> None:
+    for name in names:
+        put(case.folder, name, b"others")
+    with pytest.raises(VerificationError, match=re.escape(found)):
+        case.check()
+
+
+def test_what_is_missing_is_said_in_the_right_number(case: Case) -> None:
+    for name in ("model.safetensors", "tokenizer/vocab.json"):
+        (case.folder / name).unlink()
+    with pytest.raises(VerificationError, match=r"model\.safetensors and 1 more are missing since"):
+        case.check()
+
+
+@pytest.mark.parametrize("other", ["another merge of the base", "nothing in common"])
+def test_the_certificate_of_another_checkpoint_is_called_that(
+    tmp_path: Path, other: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(FILES, "merge_manifest.json", b'{"output": 1}')
+    case = Case(tmp_path)
+    case.certify()
+    for name in ("model.safetensors", "merge_manifest.json") if other == "another merge of the base" else FILES:
+        (case.folder / name).write_bytes(b"of another")
+    with pytest.raises(
+        VerificationError, match=rf"^certificate {case.certificate}: is of another checkpoint than {case.folder}: .*verify it"
+    ):
+        case.check()
+
+
+def test_a_manifest_alone_that_changed_is_an_edit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(FILES, "merge_manifest.json", b'{"output": 1}')
+    case = Case(tmp_path)
+    case.certify()
+    (case.folder / "merge_manifest.json").write_bytes(b"{}")
+    with pytest.raises(VerificationError, match=r"merge_manifest\.json was changed since it was certified"):
         case.check()
 
 
