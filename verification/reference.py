@@ -59,7 +59,8 @@ def record_reference(
     same model twice in the same batch size gives the same bytes.
 
     On CPUs with AVX512-BF16 bitsandbytes repacks 4-bit weights at the first forward in evaluation mode, after which the model
-    can neither be trained further nor have its weights read: record last there.
+    can neither be trained further nor have its weights read: record last there. Layers under DoRA, whose norms would be of other
+    weights then, are scored without that.
 
     Args:
         model: the trained model, adapter unmerged.
@@ -77,7 +78,7 @@ def record_reference(
         progress: told of prompts scored.
 
     Raises:
-        EngineError: a prompt, the BOS or a label is not as it must be.
+        EngineError: a prompt, the BOS or a label is not as it must be; or the model has DoRA on 4-bit layers that are repacked.
         NonFiniteScore: the model overflowed; nothing is written.
         VerificationError: ``model`` or ``tokenizer`` is something else; the live adapter is merged, or not the one in
             ``adapter_dir``; or ``out_path`` cannot be written, or holds something else than a reference, the prompts even.
@@ -115,11 +116,13 @@ def score_reference(
     progress: Progress,
 ) -> Reference:
     """What :func:`record_reference` writes, of prompts and labels that are tokenized; arguments and errors as there."""
+    from lora_merge.engines.live_model import dora_layers
     from lora_merge.engines.transformers_engine import TransformersEngine
     from lora_merge.merging.recipes import recipe_of
     from verification.live_adapter import check_live_adapter, expect_unmerged
 
     expect_unmerged(model)
+    dora_layers(model)  # before the adapter is read from the model, which unpacks what was repacked, in fewer digits
     _expect_room(model, made)
     adapter = None
     if adapter_dir is not None:

@@ -28,6 +28,31 @@ def unwrapped(model: Any) -> Any:
     return model.get_base_model() if hasattr(model, "get_base_model") else model
 
 
+def dora_layers(model: nn.Module) -> list[nn.Module]:
+    """The 4-bit layers that DoRA takes norms of, which it does anew in every forward, from the dequantized weight.
+
+    On CPUs with AVX512-BF16 bitsandbytes repacks a 4-bit layer at its first forward in evaluation mode, and dequantizing the
+    repacked codes gives other weights without an error. PEFT's norms are of those then: another function than the trained one.
+    A layer in training mode is not repacked, and calculates as it did in training; it has nothing else that this mode changes.
+
+    Raises:
+        EngineError: one is repacked already.
+    """
+    found = []
+    for name, module in model.named_modules():
+        layer = getattr(module, "base_layer", None)
+        state = getattr(getattr(layer, "weight", None), "quant_state", None)
+        if state is None or not getattr(module, "lora_magnitude_vector", None):
+            continue
+        if getattr(state, "packing_format_for_cpu", False):
+            raise EngineError(
+                f"{name} has DoRA on a 4-bit layer that bitsandbytes has repacked, as it does on this processor at a forward in "
+                "evaluation mode: PEFT takes DoRA's norms of other weights then; load base and adapter again, and score that"
+            )
+        found.append(layer)
+    return found
+
+
 class LiveModel:
     """A loaded model, read-only: training mode, dropout and gradients are as before after every call.
 
@@ -74,8 +99,13 @@ class LiveModel:
         """Evaluation mode, no gradients, no attention kernel that is known to misread masks; all restored afterwards.
 
         On CUDA, attention runs in the flash kernel, which takes no mask, or in plain arithmetic: the memory-efficient kernel
-        has lost the label mass of masked float32 batches.
+        has lost the label mass of masked float32 batches. 4-bit layers under DoRA calculate as in training: see
+        :func:`dora_layers`.
+
+        Raises:
+            EngineError: one of these is repacked already.
         """
+        under_dora = dora_layers(self.module)
         modes = [(module, module.training) for module in self.module.modules()]
         logits_wanted = os.environ.get("UNSLOTH_RETURN_LOGITS")
         kernels = sdpa_kernel([SDPBackend.FLASH_ATTENTION, SDPBackend.MATH]) if self.device.type == "cuda" else None
@@ -83,6 +113,8 @@ class LiveModel:
             if "unsloth" in sys.modules:  # its forward returns no logits otherwise
                 os.environ["UNSLOTH_RETURN_LOGITS"] = "1"
             self.module.eval()
+            for layer in under_dora:
+                layer.training = True
             with self._gradless(), kernels or contextlib.nullcontext():
                 yield
         finally:
