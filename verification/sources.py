@@ -14,11 +14,13 @@ from pathlib import Path
 from typing import Any
 
 from lora_merge.merging.api import MergeOptions
+from lora_merge.merging.checkpoint import read_checkpoint
 from lora_merge.merging.digests import adapter_digests, adapter_identity, file_digest
 from lora_merge.merging.folders import ModelFolder, read_json, resolve_folder
 from lora_merge.merging.manifest import MergeManifest, read_manifest
-from lora_merge.merging.model_names import commit_of, model_name, same_model
+from lora_merge.merging.model_names import commit_of, model_name, same_model, says_little
 from lora_merge.merging.quantization import RECIPE_FIELDS, QuantRecipe
+from lora_merge.merging.recipes import resemblance
 from lora_merge.merging.side_files import MANIFEST_FILE
 from verification.checks import Check, Outcome
 from verification.errors import Inconclusive
@@ -164,15 +166,23 @@ def _base_findings(
     used = _named_base(base, manifest)
     if used is None:
         return
-    source, commit = used
-    witnesses = []
+    source = used[0]
+    alike = resemblance(adapter.path, read_checkpoint(base)) if base is not None and adapter is not None else None
+    if alike is not None:
+        found = f"the base {source} has {alike}"
+        advice = "" if alike.is_same else ": the adapter was trained on another; give that as --base"
+        yield Check("base-weights", PASSED if alike.is_same else INCONCLUSIVE, f"{found}{advice}")
+    known_again = alike is not None and alike.is_same
+    named = None
     if adapter is not None:
         config = _adapter_config(adapter)
-        witnesses.append(("the adapter", config.get("base_model_name_or_path"), config.get("revision")))
+        named = config.get("base_model_name_or_path")
+        yield _same_base("the adapter", named, config.get("revision"), used, options, known_again, recorded=reference is not None)
     if reference is not None:
-        witnesses.append(("the reference", reference.model["name"], reference.model["revision"]))
-    for who, name, revision in witnesses:
-        yield _same_base(who, name, revision, source, commit, other_name=options.other_base_name)
+        name = reference.model["name"]
+        yield _same_base(
+            "the reference", name, reference.model["revision"], used, options, known_again and name == named, recorded=True
+        )
     if base is not None and manifest is not None:
         yield _same_files(base, manifest)
 
@@ -185,18 +195,38 @@ def _named_base(base: ModelFolder | None, manifest: MergeManifest | None) -> tup
     return None if manifest is None else (manifest.base.source, manifest.base.commit)
 
 
-def _same_base(who: str, name: Any, revision: Any, source: str, commit: str | None, *, other_name: bool) -> Check:
-    title = "base-identity"
-    if not isinstance(name, str) or not name:
-        return Check(title, WARNED, f"{who} names no base, so it cannot be compared with {source}")
-    trained = commit_of(name, revision if isinstance(revision, str) else None)
+def _same_base(
+    who: str,
+    name: Any,
+    revision: Any,
+    used: tuple[str, str | None],
+    options: SourceOptions,
+    known_again: bool,
+    *,
+    recorded: bool,
+) -> Check:
+    """Whether ``who`` means the base in ``used``, by name and commit.
+
+    Args:
+        known_again: whether its weights are known to be those that ``who`` means; then its name does not matter.
+        recorded: whether the reference is recorded, and so shows what another base would do.
+    """
+    title, (source, commit) = "base-identity", used
+    named = f"{who} names {f'the base {name}' if isinstance(name, str) and name else 'no base'}"
+    trained = commit_of(name, revision if isinstance(revision, str) else None) if isinstance(name, str) else None
     if trained is not None and commit is not None and trained != commit:
         return Check(title, INCONCLUSIVE, f"{who} was made with commit {trained[:12]} of {name}, the base here is {commit[:12]}")
-    if same_model(name, source):
-        return Check(title, PASSED, f"{who} names the base {name}; the base here is {source}")
-    found = f"{who} was made with the base {name}, the base here is {source}"
-    if other_name:
+    if known_again:
+        return Check(title, PASSED, f"{named}; the base here is {source}, with the weights of the training")
+    if not isinstance(name, str) or not name:
+        return Check(title, WARNED, f"{named}, so it cannot be compared with {source}")
+    found = f"{named}; the base here is {source}"
+    if same_model(name, source) and (name == source or recorded or not says_little(name)):
+        return Check(title, PASSED, found)
+    if options.other_base_name:
         return Check(title, WARNED, f"{found}; they were declared the same (--other-base-name)")
+    if same_model(name, source):
+        return Check(title, WARNED, f"{found}: a name that many have, and no record of its weights (record_recipe)")
     return Check(
         title,
         INCONCLUSIVE,

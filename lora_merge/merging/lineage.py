@@ -11,6 +11,7 @@ from lora_merge.merging.errors import MergeError
 from lora_merge.merging.folders import ModelFolder
 from lora_merge.merging.manifest import MergeManifest, read_manifest
 from lora_merge.merging.model_names import same_model
+from lora_merge.merging.recipes import resemblance
 from lora_merge.merging.side_files import MANIFEST_FILE
 
 
@@ -44,8 +45,13 @@ def lineage_cautions(base: Checkpoint, adapters: Sequence[Adapter]) -> Iterator[
         )
     here = (base.folder.source, str(base.folder.path.resolve()))
     for adapter in adapters:
-        named = adapter.named_base
-        if named is not None and not any(same_model(named, source) for source in here):
+        named, alike = adapter.named_base, resemblance(adapter.folder.path, base)
+        if alike is not None and not alike.is_same:
+            yield (
+                f"{adapter.folder.source} was not trained on base {base.folder.source}, which holds {alike}; "
+                f"give the base of the training{f', {named}' if named is not None else ''}"
+            )
+        elif alike is None and named is not None and not any(same_model(named, source) for source in here):
             yield (
                 f"{adapter.folder.source} was trained on {named} by its configuration, and base {base.folder.source} has another "
                 "name; make sure that it is the same model: the shapes of another one can fit as well"

@@ -9,6 +9,12 @@ _COMMIT = re.compile(r"[0-9a-f]{40}")
 _SEPARATOR = re.compile(r"[\\/]+")
 _QUANTIZED = re.compile(r"(-unsloth)?-bnb-4bit$")
 """What Unsloth's uploads in 4 bit have behind the name of the model that they quantize."""
+_ANYBODYS = re.compile(
+    r"(base|pretrained|original|init|orig|raw|hf|bf16|fp16|main|latest|best|last|final|new|old|tmp|temp|out|output|outputs|result|"
+    r"results|save|saved|export|exported|merged|merge|sft|cpt|dpo|llm|lm|weights|ckpts?|checkpoints?|models?)"
+    r"([-_]?(base|model|ckpt|checkpoint|weights|hf|final|merged))?|((ckpt|checkpoint|model|step|epoch|run|v)?[-_]?\d+)"
+)
+"""Names that training scripts and people give to any folder of weights."""
 
 
 def model_name(source: str) -> str:
@@ -21,6 +27,11 @@ def model_name(source: str) -> str:
 def same_model(first: str, second: str) -> bool:
     """Whether the names can be of one model: equal, or alike in :func:`model_name`; one may be of its quantized upload."""
     return first == second or _QUANTIZED.sub("", model_name(first)) == _QUANTIZED.sub("", model_name(second))
+
+
+def says_little(source: str) -> bool:
+    """Whether the name is one that anybody gives to a folder of weights, such as ``base`` or ``checkpoint-500``."""
+    return _SNAPSHOT.search(source) is None and _ANYBODYS.fullmatch(model_name(source)) is not None
 
 
 def commit_of(source: str, revision: str | None) -> str | None:

@@ -12,6 +12,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from lora_merge.merging.base_sample import BaseSample, Resemblance, compare, parse_sample, sample_live
+from lora_merge.merging.checkpoint import Checkpoint
 from lora_merge.merging.errors import MergeError
 from lora_merge.merging.folders import read_json
 from lora_merge.merging.quantization import ASSUMED, GIVEN, RECIPE_FIELDS, QuantRecipe
@@ -159,6 +161,23 @@ def read_recipe(adapter_folder: Path) -> QuantRecipe | None:
     return _recipe_of_record(read_json(path, "the quantization recipe"), path, origin=RECIPE_FILE)
 
 
+def read_sample(adapter_folder: Path) -> tuple[QuantRecipe, BaseSample] | None:
+    """The recipe recorded beside the adapter and the sample of the base's weights under it; None where either is lacking."""
+    recipe, path = read_recipe(adapter_folder), Path(adapter_folder) / RECIPE_FILE
+    sample = None if recipe is None else read_json(path, "the quantization recipe").get("base_sample")
+    return None if recipe is None or sample is None else (recipe, parse_sample(sample, str(path)))
+
+
+def resemblance(adapter_folder: Path, base: Checkpoint) -> Resemblance | None:
+    """How ``base`` compares with the weights that the adapter was trained on; None where nothing beside the adapter tells.
+
+    Raises:
+        MergeError: the record cannot be read.
+    """
+    known = read_sample(adapter_folder)
+    return None if known is None else compare(known[1], base, known[0])
+
+
 def _recipe_of_record(record: Mapping[str, Any], path: Path, origin: str) -> QuantRecipe:
     if record.get("format") != _FORMAT or record.get("version") != _VERSION:
         raise MergeError(
@@ -175,18 +194,10 @@ def recipe_of(model: Any) -> QuantRecipe | None:
     Raises:
         MergeError: the layers do not agree on one recipe, none of them has been quantized yet, or an adapter is merged into them.
     """
-    import bitsandbytes
-
-    bare = model.get_base_model() if hasattr(model, "get_base_model") else model
-    layers = {
-        # PEFT wraps a targeted layer and keeps the original as its base_layer.
-        name.removesuffix(".base_layer"): module
-        for name, module in bare.named_modules()
-        if isinstance(module, bitsandbytes.nn.Linear4bit)
-    }
+    layers = _live_layers(model)
     if not layers:
         return None
-    merged = next((name for name, module in bare.named_modules() if getattr(module, "merged_adapters", None)), None)
+    merged = next((name for name, module in _bare(model).named_modules() if getattr(module, "merged_adapters", None)), None)
     if merged is not None:
         raise MergeError(f"{merged}: an adapter is merged into it, so that it was quantized anew; record the recipe before that")
     found = {}
@@ -211,8 +222,24 @@ def recipe_of(model: Any) -> QuantRecipe | None:
     return QuantRecipe(**settings, origins=dict.fromkeys(settings, "live model"))
 
 
+def _bare(model: Any) -> Any:
+    return model.get_base_model() if hasattr(model, "get_base_model") else model
+
+
+def _live_layers(model: Any) -> dict[str, Any]:
+    """The 4-bit layers of a live model by the names of the bare one: PEFT keeps a layer that it wraps as its base_layer."""
+    import bitsandbytes
+
+    modules = _bare(model).named_modules()
+    return {
+        name.removesuffix(".base_layer"): module for name, module in modules if isinstance(module, bitsandbytes.nn.Linear4bit)
+    }
+
+
 def record_recipe(model: Any, adapter_folder: str | os.PathLike[str]) -> QuantRecipe:
     """Write down beside a just-trained adapter how its base was quantized, so that a merge need not guess.
+
+    A sample of the 4-bit weights goes with it (:mod:`~lora_merge.merging.base_sample`), by which the base is known again.
 
     Args:
         model: the live model at the end of training: plain transformers, PEFT, ``trainer.model`` of TRL, or Unsloth's.
@@ -236,6 +263,7 @@ def record_recipe(model: Any, adapter_folder: str | os.PathLike[str]) -> QuantRe
         "format": _FORMAT,
         "version": _VERSION,
         "recipe": recipe.to_json(),
+        "base_sample": sample_live(_live_layers(model)),
         "environment": {name: version(name) for name in ("bitsandbytes", "peft", "torch", "transformers")},
     }
     _write_whole(folder / RECIPE_FILE, json.dumps(record, indent=2) + "\n")

@@ -12,9 +12,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from safetensors.torch import load_file, save_file
 
 from lora_merge.merging.api import MergeOptions, merge
-from lora_merge.merging.model_names import commit_of, model_name, same_model
+from lora_merge.merging.model_names import commit_of, model_name, same_model, says_little
 from lora_merge.merging.recipes import RECIPE_FILE
 from verification.checks import Outcome
 from verification.errors import Inconclusive
@@ -48,6 +50,21 @@ def test_names_that_can_be_one_model() -> None:
         assert not same_model(quantized, "google/gemma-3-270m-it")
 
 
+@pytest.mark.parametrize(
+    "name", ["base", "/data/model", "out/checkpoint-500", "./merged_model", "C:\\x\\Final", "v2", "llm-base"]
+)
+def test_names_that_say_little(name: str) -> None:
+    assert says_little(name)
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["gpt2", "t5-base", "google/gemma-3-270m", "recommender-v2", "phi-2", f"/hub/models--org--base/snapshots/{COMMIT}"],
+)
+def test_names_that_say_something(name: str) -> None:
+    assert not says_little(name)
+
+
 def test_what_is_known_of_a_commit() -> None:
     assert commit_of("google/gemma-3-270m", COMMIT) == COMMIT
     assert commit_of("google/gemma-3-270m", "main") is None
@@ -79,7 +96,7 @@ def adapter(trained: Path, tmp_path: Path) -> Path:
 def test_everything_agrees_after_an_ordinary_merge(trained: Path) -> None:
     found = findings(trained / "merged")
     assert {checks[0][0] for checks in found.values()} == {Outcome.PASSED}
-    assert set(found) == {"recipe-provenance", "base-identity", "base-files", "adapter-identity"}
+    assert set(found) == {"recipe-provenance", "base-weights", "base-identity", "base-files", "adapter-identity"}
 
 
 def test_another_commit_of_the_base_is_inconclusive(trained: Path, adapter: Path, tmp_path: Path) -> None:
@@ -96,7 +113,41 @@ def test_another_commit_of_the_base_is_inconclusive(trained: Path, adapter: Path
 def test_an_adapter_that_names_no_base_is_a_warning(trained: Path, adapter: Path) -> None:
     _edit(adapter / "adapter_config.json", base_model_name_or_path=None)
     merged = merge(trained / "base", adapter, adapter.parent / "merged", MergeOptions(from_4bit=True)).out
+    assert outcome(findings(merged), "base-identity") is Outcome.PASSED  # by its weights
+    _edit(adapter / RECIPE_FILE, base_sample=None)
     assert outcome(findings(merged), "base-identity") is Outcome.WARNED
+
+
+@pytest.mark.parametrize("folder", ["base", "gemma-3-270m"])
+def test_a_base_is_known_by_its_weights_before_its_name(folder: str, trained: Path, adapter: Path, tmp_path: Path) -> None:
+    """Another model under the name of the training's, and the training's under another: names alone take each for the other."""
+    here = tmp_path / "here"
+    for name, factor in (("same", 1.0), (folder, 1.05)):
+        shutil.copytree(trained / "base", here / name)
+        tensors = load_file(here / name / "model.safetensors")
+        noise = torch.Generator().manual_seed(0)
+        for key, tensor in tensors.items():
+            if key.endswith("proj.weight") and factor != 1:
+                tensors[key] = tensor + 0.25 * tensor.std() * torch.randn(tensor.shape, generator=noise).to(tensor.dtype)
+        save_file(tensors, here / name / "model.safetensors", metadata={"format": "pt"})
+    _edit(adapter / "adapter_config.json", base_model_name_or_path=f"/elsewhere/{folder}")
+    for name, weights, by_name in (
+        ("same", Outcome.PASSED, Outcome.INCONCLUSIVE),
+        (folder, Outcome.INCONCLUSIVE, Outcome.WARNED if folder == "base" else Outcome.PASSED),
+    ):
+        record = (adapter / RECIPE_FILE).read_bytes()
+        merged = merge(here / name, adapter, tmp_path / f"merged-{name}", MergeOptions(from_4bit=True)).out
+        found = findings(merged)
+        assert outcome(found, "base-weights") is weights
+        if weights is Outcome.PASSED:
+            assert outcome(found, "base-identity") is Outcome.PASSED
+        else:
+            assert "other 4-bit weights in 14 of 14 layers by a sample" in found["base-weights"][0][1]
+        _edit(adapter / RECIPE_FILE, base_sample=None)
+        found = findings(merged)
+        assert "base-weights" not in found
+        assert outcome(found, "base-identity") is by_name
+        (adapter / RECIPE_FILE).write_bytes(record)
 
 
 def test_a_reference_of_another_base_is_inconclusive(trained: Path) -> None:
