@@ -57,6 +57,7 @@ def load_causal_model(
     ``least_vocabulary``: tokens that it shall have rows for, more than its own where tokens were added before training; new rows
     are the mean of the others. Raises :class:`EngineError` when it cannot be loaded so.
     """
+    from safetensors import SafetensorError
     from transformers import AutoConfig, AutoModelForCausalLM, BitsAndBytesConfig
 
     if dtype not in DTYPES:
@@ -83,7 +84,7 @@ def load_causal_model(
         if bnb_config is not None:
             arguments["quantization_config"] = BitsAndBytesConfig(**bnb_config)
         model = AutoModelForCausalLM.from_pretrained(str(path), **arguments)
-    except (OSError, ValueError, ImportError, KeyError, RuntimeError) as error:
+    except (OSError, ValueError, ImportError, KeyError, RuntimeError, SafetensorError) as error:
         raise EngineError(f"{path} does not load as a causal language model: {_brief(error)}") from error
     if quantized and not any(type(module).__name__ == "Linear4bit" for module in model.modules()):
         raise EngineError(

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+import os
+import shutil
 
 import pytest
 import torch
@@ -10,6 +12,7 @@ from peft import LoraConfig, get_peft_model
 
 from lora_merge.engines.errors import EngineError, NonFiniteScore
 from lora_merge.engines.labels import DecisionLabels, Label
+from lora_merge.engines.loading import load_causal_model
 from lora_merge.engines.prompts import Prompt
 from lora_merge.engines.protocol import Engine, GenerationLimits
 from lora_merge.engines.transformers_engine import TransformersEngine
@@ -234,3 +237,14 @@ def test_what_cannot_be_loaded_says_so(gemma_folder, tmp_path):
         TransformersEngine.from_checkpoint(tmp_path, device="cpu")
     with pytest.raises(EngineError, match="device 'tpu9'"):
         TransformersEngine.from_checkpoint(gemma_folder, device="tpu9")
+
+
+@pytest.mark.parametrize("how", ["cut short", "where the name is no text"])
+def test_weights_that_the_library_cannot_open_are_refused(how, gemma_folder, tmp_path):
+    folder = tmp_path / (os.fsdecode(b"caf\xe9") if "name" in how else "short")
+    shutil.copytree(gemma_folder, folder)
+    if how == "cut short":
+        weights = folder / "model.safetensors"
+        weights.write_bytes(weights.read_bytes()[:-100])
+    with pytest.raises(EngineError, match="does not load as a causal language model: "):
+        load_causal_model(folder, dtype="auto", device=torch.device("cpu"))
