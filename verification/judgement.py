@@ -56,11 +56,18 @@ def _bounded_mean(name: str, what: str, values: Values, lowest: float, limit: fl
     if bound <= limit:
         return Check(name, PASSED, f"{found}; the limit is {limit:g}", mean, bound, limit)
     if few and not statistics.is_surely_above(_unit(values[different], lowest), float(_unit(np.array(limit), lowest))):
-        reason = f"{found}: too few for the limit {limit:g}; {_how_many(values, limit)}"
+        reason = f"{found}: too few for the limit {limit:g}; {_how_many(values, limit, different)}"
         return Check(name, INCONCLUSIVE, reason, mean, bound, limit)
     if mean > limit:
         return Check(name, FAILED, f"{found}; the mean itself is above the limit {limit:g}", mean, bound, limit)
-    return Check(name, FAILED, f"{found}; the bound is above the limit {limit:g}: {_how_many(values, limit)}", mean, bound, limit)
+    return Check(
+        name,
+        FAILED,
+        f"{found}; the bound is above the limit {limit:g}: {_how_many(values, limit, different)}",
+        mean,
+        bound,
+        limit,
+    )
 
 
 def _four(value: float) -> str:
@@ -83,11 +90,13 @@ def _unit(values: Values, lowest: float) -> Values:
     return np.clip((values - lowest) / (1 - lowest), 0, 1)
 
 
-def _how_many(values: Values, limit: float) -> str:
-    needed = statistics.prompts_needed(values, limit)
-    if needed is None:
+def _how_many(values: Values, limit: float, different: Mask) -> str:
+    """As many as bring both bounds to ``limit``, the one over all ``values`` and the one over the ``different`` ones."""
+    needed = [statistics.prompts_needed(sample, limit) for sample in (values, values[different])]
+    known = [size for size in needed if size is not None]
+    if len(known) < len(needed):
         return "no number of prompts like these would pass"
-    return f"about {max(needed, MIN_PROMPTS):,} prompts like these would settle it"
+    return f"about {max(*known, MIN_PROMPTS):,} different prompts like these would settle it"
 
 
 def _flips_against_floor(comparison: Comparison, floors: Sequence[NoiseFloor]) -> Check:

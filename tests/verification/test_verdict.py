@@ -6,6 +6,7 @@ Oracle of the bounds: tests/verification/test_statistics.py; here it is which si
 from __future__ import annotations
 
 import dataclasses
+import re
 from typing import Any
 
 import numpy as np
@@ -58,13 +59,13 @@ def test_the_limit_is_held_against_the_bound_not_the_mean() -> None:
     just_below = judge(source, Limits(bound * (1 - 1e-9)))
     assert just_below.outcome is FAILED
     assert "the bound is above the limit" in just_below.reasons[0]
-    assert "prompts like these would settle it" in just_below.reasons[0]
+    assert "different prompts like these would settle it" in just_below.reasons[0]
 
 
 def test_twenty_prompts_are_too_few_for_a_right_merge() -> None:
     verdict = judge(ordinary(20), Limits(0.02))
     assert (verdict.outcome, verdict.exit_code) == (INCONCLUSIVE, 3)
-    assert "20 prompts): too few for the limit 0.02; about 300 prompts like these would settle it" in verdict.reasons[0]
+    assert "20 prompts): too few for the limit 0.02; about 300 different prompts like these would settle it" in verdict.reasons[0]
 
 
 def test_twenty_prompts_are_enough_to_refuse_the_wrong_base() -> None:
@@ -98,6 +99,31 @@ def test_repeated_prompts_are_no_more_evidence_than_one() -> None:
     assert found.bound == check(judge(twenty, Limits(0.02)), "mean-delta").bound
     for name in ("mean-delta", "p99-delta", "bias", "flip-rate-argmax", "flip-rate-threshold"):
         assert check(verdict, name).outcome is INCONCLUSIVE
+
+
+def test_what_would_settle_it_counts_different_prompts() -> None:
+    """2,000 times one prompt, and 1,000 prompts of which 700 repeat one. Oracle of the number: the bound itself, of as many like
+    the different ones.
+    """
+    one = measurements({arm: scores(np.full(2000, value)) for arm, value in (("reference", 0.3), ("merged", 0.3), ("base", 0.7))})
+    rows = tuple(dataclasses.replace(row, token_ids_sha256="ff" * 32) for row in one.rows)
+    found = check(judge(dataclasses.replace(one, rows=rows), Limits(0.02)), "mean-delta")
+    assert "2000 prompts, 1 different): too few" in found.detail
+    assert found.detail.endswith("about 300 different prompts like these would settle it")
+    source = ordinary(1000, drift=0.016, seed=2)
+    rows = tuple(
+        dataclasses.replace(row, token_ids_sha256="ff" * 32) if index >= 299 else row for index, row in enumerate(source.rows)
+    )
+    delta, limit = np.abs(_delta(source)), 0.0175
+    assert statistics.mean_upper_bound(delta) < limit < statistics.mean_upper_bound(delta[:300])
+    found = check(judge(dataclasses.replace(source, rows=rows), Limits(limit)), "mean-delta")
+    said = re.search(r"about ([\d,]+) different prompts like these would settle it", found.detail)
+    assert said is not None, found.detail
+    moments = statistics.Moments.of(delta[:300])
+    needed = int(said[1].replace(",", ""))
+    assert needed > 300
+    for size, holds in ((needed, True), (needed - 1, False)):
+        assert (statistics._hall_bound(moments.with_largest_twice(size), 0.95) <= limit) is holds
 
 
 def test_a_prompt_that_is_repeated_because_the_batch_repeats_it_weighs_as_often() -> None:
