@@ -97,6 +97,17 @@ def certificate_path(folder: str | os.PathLike[str]) -> Path:
     return target.with_name(f"{target.name}-report") / CERTIFICATE_FILE
 
 
+def certificate_places(folder: str | os.PathLike[str]) -> tuple[Path, ...]:
+    """Where the certificate of ``folder`` can lie: beside the name that was given and, where that is a link, beside the folder
+    that it leads to. The first one whose report folder is there is the one that counts: a run that came to no verdict leaves a
+    report without a certificate, and none is looked for elsewhere then.
+    """
+    own, target = certificate_path(folder), certificate_path(Path(folder).resolve())
+    if own.parent.resolve() == target.parent.resolve():
+        return (own,)
+    return (target, own) if target.parent.is_dir() and not own.parent.exists() else (own, target)
+
+
 def check_certificate(
     folder: str | os.PathLike[str],
     certificate: str | os.PathLike[str],
@@ -176,8 +187,8 @@ def _check_files(statement: Statement, found: Mapping[str, str], folder: str | o
     absent, added = sorted(set(certified) - set(found)), sorted(set(found) - set(certified))
     changed = sorted(name for name in set(certified) & set(found) if certified[name] != found[name])
     if _is_of_another(certified, found):
-        names = _counted(changed or absent, "is", "are")
-        raise VerificationError(f"{what}: is of another checkpoint than {folder}: {names} not what it names; verify it too")
+        others = _counted(changed or absent or added, "is", "are")
+        raise VerificationError(f"{what}: is of another checkpoint than {folder}: {others} not what it names; verify it too")
     for names, one, more, problem in (
         (changed, "was", "were", "changed"),
         (absent, "is", "are", "missing"),

@@ -19,7 +19,7 @@ from lora_merge.generation.errors import GenerationError, NoCertificate
 from lora_merge.generation.options import GateOptions
 from verification.at_first_sight import no_checkpoint
 from verification.errors import VerificationError
-from verification.gate import CheckedCertificate, Policy, certificate_path, check_certificate
+from verification.gate import CheckedCertificate, Policy, certificate_places, check_certificate
 from verification.merged_files import file_names, folder_files
 
 _KINDS: dict[str, EngineKind] = {"transformers": "hf", "vllm": "vllm"}
@@ -105,16 +105,24 @@ def open_gate(model: Path, options: GateOptions, progress: Progress = no_progres
     stamps = file_stamps(model)
     if options.allow_ungated:
         return Gate(model, _root(folder_files(model, progress)), None, stamps)
-    path = Path(options.certificate) if options.certificate is not None else certificate_path(model)
+    path, *others = (Path(options.certificate),) if options.certificate is not None else certificate_places(model)
+    beside = "".join(
+        f"; {other}, beside the folder that {model} leads to, was not looked at" for other in others if other.exists()
+    )
     if not path.exists():
-        raise NoCertificate(f"{model} has no certificate at {path}; run: verify-skip-drift --merged {model} --prompts PROMPTS")
+        places = path if beside or not others else f"{path} or {others[0]}"
+        way_out = f"run: verify-skip-drift --merged {model} --prompts PROMPTS"
+        raise NoCertificate(f"{model} has no certificate at {places}; {way_out}{beside}")
     policy = Policy(
         max_delta=options.max_delta,
         trusted_key=options.trusted_key,
         accept_assumed_recipe=options.accept_assumed_recipe,
         accept_warnings=options.accept_warnings,
     )
-    checked = check_certificate(model, path, policy, progress)
+    try:
+        checked = check_certificate(model, path, policy, progress)
+    except VerificationError as error:
+        raise VerificationError(f"{error}{beside}") from error
     _engine_kind(checked)
     return Gate(model, checked.root, checked, stamps)
 

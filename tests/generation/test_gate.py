@@ -12,7 +12,7 @@ import pytest
 from lora_merge.engines.labels import DecisionLabels, Label
 from lora_merge.errors import UserError
 from lora_merge.generation.api import check_gate, generate_gated
-from lora_merge.generation.errors import GenerationError
+from lora_merge.generation.errors import GenerationError, NoCertificate
 from lora_merge.generation.options import EngineOptions, GateOptions, GenerateOptions
 from tests.generation.builders import ENGINE, certify, make_checkpoint, read_rows
 from tests.generation.fakes import FakeEngine, open_fake
@@ -59,6 +59,51 @@ def test_without_a_certificate(checkpoint, prompts):
         GenerationError,
     )
     refused(checkpoint, prompts, "has no certificate at", gate=GateOptions(certificate=checkpoint / "elsewhere.json"))
+
+
+@pytest.fixture
+def link(checkpoint):
+    """``current``, a link to a link to the checkpoint, as deployments switch versions."""
+    (checkpoint.parent / "latest").symlink_to(checkpoint.name)
+    (checkpoint.parent / "current").symlink_to("latest")
+    return checkpoint.parent / "current"
+
+
+def test_a_link_to_the_checkpoint_finds_the_certificate_beside_it(checkpoint, link, prompts):
+    said = []
+    result = run(link, prompts, say=said.append)
+    assert result.record.gate["certificate"] == str(certificate_path(checkpoint))
+    assert f"certificate {certificate_path(checkpoint)}: PASSED" in said[0]
+    assert check_gate(f"{link}/").root == check_gate(checkpoint).root
+
+
+def test_the_report_beside_the_links_own_name_comes_first(checkpoint, link, prompts):
+    """verify-skip-drift --merged current writes there; what it found last counts."""
+    own = certificate_path(link)
+    shutil.copytree(certificate_path(checkpoint).parent, own.parent)
+    assert check_gate(link).certificate.path == own
+    certify(link, drift=0.05)
+    beside = rf"{certificate_path(checkpoint)}, beside the folder that {link} leads to, was not looked at"
+    refused(link, prompts, f"certificate {own}: its result is FAILED.*; {beside}", VerificationError)
+    own.unlink()  # a run that came to no verdict leaves a report without a certificate
+    refused(link, prompts, f"has no certificate at {own}; .*; {beside}", NoCertificate)
+    assert check_gate(link, GateOptions(certificate=certificate_path(checkpoint))).is_gated
+
+
+def test_a_link_without_a_certificate_says_where_none_lies(checkpoint, link, prompts):
+    shutil.rmtree(certificate_path(checkpoint).parent)
+    refused(
+        link, prompts, f"has no certificate at {certificate_path(link)} or {certificate_path(checkpoint)}; run:", NoCertificate
+    )
+
+
+def test_a_checkpoint_below_a_linked_folder_has_one_place_for_its_certificate(checkpoint, prompts, tmp_path):
+    (tmp_path / "elsewhere").mkdir()
+    (tmp_path / "elsewhere" / "models").symlink_to(checkpoint.parent)
+    model = tmp_path / "elsewhere" / "models" / checkpoint.name
+    assert check_gate(model).certificate.path == certificate_path(model)
+    shutil.rmtree(certificate_path(checkpoint).parent)
+    refused(model, prompts, f"has no certificate at {certificate_path(model)}; run:", NoCertificate)
 
 
 def test_with_a_failed_certificate(checkpoint, prompts):
