@@ -63,6 +63,14 @@ def _recipe(value: Any, where: str) -> dict[str, Any]:
     return dict(value)
 
 
+def _files(value: Any, where: str) -> dict[str, str]:
+    files = mapping(digest, filled=True)(value, where)
+    for name in ("", "."):  # the certificate calls the folder "."
+        if name in files:
+            raise VerificationError(f"{where}: {name!r} is no file's name")
+    return files
+
+
 def _score(value: Any, where: str) -> dict[str, Any]:
     score = _SCORE(value, where)
     mass = math.exp(score["log_p_skip"]) + math.exp(score["log_p_write"])
@@ -93,7 +101,7 @@ HEADER = record(
         "arms": record({"reference": _ARM, "merged": _ARM}, dict.fromkeys(_SAMPLED_ARMS, _ARM)),
         "recipe": or_null(_recipe),
         "recipe_origin": one_of(*ORIGINS),
-        "merged": record({"files": mapping(digest, filled=True), ROOT: digest}),
+        "merged": record({"files": _files, ROOT: digest}),
         "noise_floors": listed(NoiseFloor.from_json),
         "findings": listed(via(Check.from_json)),
     }

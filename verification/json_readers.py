@@ -106,13 +106,11 @@ def listed(reader: Reader[Read]) -> Reader[tuple[Read, ...]]:
 
 
 def mapping(reader: Reader[Read], *, filled: bool = False) -> Reader[dict[str, Read]]:
-    """An object of any names, none of them empty, each with what ``reader`` reads; ``filled``: with at least one."""
+    """An object of any names, each with what ``reader`` reads; ``filled``: with at least one."""
 
     def read(value: Any, where: str) -> dict[str, Read]:
         if not isinstance(value, Mapping) or (filled and not value):
             refuse(where, value, "an object that is not empty" if filled else "an object")
-        if "" in value:
-            raise VerificationError(f"{where}: a name is empty")
         return {name: reader(entry, f"{where}: {name}") for name, entry in value.items()}
 
     return read

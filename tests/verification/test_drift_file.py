@@ -58,7 +58,7 @@ def _recorded() -> Measurements:
     source = ordinary(30)
     about = source.conditions
     reference = {**about.arms["reference"], "dtype": None, "base": None, "adapter": None, "recorded": True, "sha256": "ab" * 32}
-    fields = [{"shop": "가게", "count": 3, "fresh": True, "size": None}, *({} for _ in range(29))]
+    fields = [{"": "가게", "shop": "", "count": 3, "fresh": True, "size": None}, *({} for _ in range(29))]
     return Measurements(
         dataclasses.replace(
             about,
@@ -178,8 +178,8 @@ HEADER: list[tuple[Change, str]] = [
     (_set(0, "merged", "files", to={}), "merged: files is {}, expected an object that is not empty"),
     (_set(0, "merged", "files", "a", to=1), "merged: files: a is 1, expected a hexadecimal SHA-256"),
     (_set(0, "merged", "files", "a", to="AB" * 32), "merged: files: a is"),
-    (_set(0, "merged", "files", "", to="ab" * 32), "merged: files: a name is empty"),
-    (_set(0, "merged", "files", ".", to="ab" * 32), "merged: root_with_manifest is not that of its files"),
+    (_set(0, "merged", "files", "", to="ab" * 32), "merged: files: '' is no file's name"),
+    (_set(0, "merged", "files", ".", to="ab" * 32), "merged: files: '.' is no file's name"),
     (_set(0, "merged", "root_with_manifest", to=5), "merged: root_with_manifest is 5, expected a hexadecimal SHA-256"),
     (_set(0, "merged", "root_with_manifest", to="ab" * 32), "merged: root_with_manifest is not that of its files"),
     (_set(0, "noise_floors", to={}), "noise_floors is {}, expected a list"),
