@@ -55,19 +55,13 @@ def _bounded_mean(name: str, what: str, values: Values, lowest: float, limit: fl
     found = f"{what} is {_four(mean)}, at most {_four(bound)} (95 % bound{' without assumptions' if few else ''}, {counted})"
     if bound <= limit:
         return Check(name, PASSED, f"{found}; the limit is {limit:g}", mean, bound, limit)
+    settled = _how_many(values, limit, different)
     if few and not statistics.is_surely_above(_unit(values[different], lowest), float(_unit(np.array(limit), lowest))):
-        reason = f"{found}: too few for the limit {limit:g}; {_how_many(values, limit, different)}"
+        reason = f"{found}: too few for the limit {limit:g}; {settled}"
         return Check(name, INCONCLUSIVE, reason, mean, bound, limit)
     if mean > limit:
         return Check(name, FAILED, f"{found}; the mean itself is above the limit {limit:g}", mean, bound, limit)
-    return Check(
-        name,
-        FAILED,
-        f"{found}; the bound is above the limit {limit:g}: {_how_many(values, limit, different)}",
-        mean,
-        bound,
-        limit,
-    )
+    return Check(name, FAILED, f"{found}; the bound is above the limit {limit:g}: {settled}", mean, bound, limit)
 
 
 def _four(value: float) -> str:

@@ -116,7 +116,9 @@ def check_vocabulary(model: Any, found: Sequence[Table], stored: Mapping[str, Te
 
 
 def _modules(model: Any) -> list[Any]:
-    return [module for module in (model.get_input_embeddings(), model.get_output_embeddings()) if module is not None]
+    """Embedding and head; a class may have no head, or one that is no single table."""
+    found = (model.get_input_embeddings(), model.get_output_embeddings())
+    return [module for module in found if isinstance(getattr(module, "weight", None), Tensor)]
 
 
 def _inside(module: nn.Module) -> Any:
