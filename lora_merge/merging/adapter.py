@@ -42,6 +42,7 @@ _PARTS = {
 _UNDER_TOKENS = re.compile(r"\.token_adapter(?=\.base_layer\.weight$)")
 _REPLACED = re.compile(r"(?P<module>.+?)(\.(?P<how>base_layer|original_module))?\.(?P<parameter>[^.]+)")
 _SAVED_MODULE = re.compile(r"\.modules_to_save(\.default)?(?=\.)")
+_TOWER_CLASS = re.compile(r".+(?P<tower>Text|Vision|Audio)(Model|Transformer)")
 # Of the task types of PEFT, those whose classes have a head of their own.
 _TASK_CLASSES = {
     "SEQ_CLS": "ForSequenceClassification",
@@ -134,6 +135,13 @@ class Adapter:
     def task_class(self) -> str | None:
         """How the classes of the task that it was trained for end, where that is one with a head of its own."""
         return _TASK_CLASSES.get(str(self.config.get("task_type")))
+
+    @property
+    def tower(self) -> str | None:
+        """Where a full model keeps the tower whose own class was trained (``SiglipVisionModel``): ``vision_model``..."""
+        mapping = self.config.get("auto_mapping")
+        match = _TOWER_CLASS.fullmatch(str(mapping.get("base_model_class"))) if isinstance(mapping, dict) else None
+        return f"{match['tower'].lower()}_model" if match else None
 
     @property
     def files(self) -> tuple[str, str]:

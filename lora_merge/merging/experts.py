@@ -173,8 +173,10 @@ def targeted_parameters(adapter: Adapter, architecture: Architecture) -> dict[st
             )
         for name, key in zip(chosen, sorted(nested, key=len, reverse=True), strict=True):
             found[key] = (bare, name)
+    parameters = [name for name, _ in architecture.model.named_parameters(remove_duplicate=False)]
     for target in targets:
-        if target not in matched:
+        # PEFT passes over a target that no parameter of the class has, and writes such ones itself.
+        if target not in matched and any(f".{name}".endswith(f".{target}") for name in parameters):
             raise MergeError(
                 f"{adapter.settings.where}: target_parameters names {target!r}, but the adapter holds no update of it"
             )

@@ -31,6 +31,8 @@ _DECODER_PREFIXES = (
 )
 # A vision tower's inner model lost its own name on the way to transformers 5.
 _INNER = re.compile(r"(?<=\.)vision_model\.")
+# Towers beside the decoder, whose names are kept in the neutral form.
+_TOWER = re.compile(r"(model\.)?((vision|image|audio|speech|video|visual|vpm|apm)(_(tower|model|encoder))?(\.vision_model)?)\.")
 # Parts of layers that only changed their name.
 _RENAMED = ((re.compile(r"(?<=\.)block_sparse_moe\."), "mlp."),)
 
@@ -80,12 +82,29 @@ class NameMap:
         """The same from names alone, without asking the class."""
         if name in self.names:
             return name
-        found = self.by_neutral.get(neutral(name), ())
+        found = self._meant(name)
         return found[0] if len(found) == 1 else None
+
+    def _meant(self, name: str) -> tuple[str, ...]:
+        """The tensors that ``name`` can mean: of one neutral form and, where it begins with no decoder's prefix itself, of any
+        other tower: a model of one tower alone is trained under such names."""
+        key = neutral(name)
+        found = self.by_neutral.get(key, ())
+        return found if key != name else (*found, *(other for other in self._by_rest.get(name, ()) if other not in found))
+
+    @cached_property
+    def _by_rest(self) -> Mapping[str, tuple[str, ...]]:
+        """The names of towers' tensors by what follows the tower's own name."""
+        by_rest: dict[str, tuple[str, ...]] = {}
+        for name in self.names:
+            if match := _TOWER.match(name):
+                rest = name[match.end() :]
+                by_rest[rest] = (*by_rest.get(rest, ()), name)
+        return by_rest
 
     def nearest(self, name: str) -> str:
         """A hint for an error: which of the base's names comes closest."""
-        shared = self.by_neutral.get(neutral(name), ())
+        shared = self._meant(name)
         if len(shared) > 1:
             return f"it could be {shared[0]} or {shared[1]}"
         near = difflib.get_close_matches(name, sorted(self.names), n=1)

@@ -46,6 +46,7 @@ class Placement:
         self._tensors = ties.tensors
         self._stored = stored
         self._names = NameMap.of(self._tensors, ClassNames(ties.architecture))
+        self._tower: str | None = None
         self._architecture = ties.architecture
         self._ties = ties
         self._packing = packing
@@ -54,6 +55,7 @@ class Placement:
         """Add the pieces of ``adapter``, its deltas times ``weight``. ``alone``: whether no other adapter is merged."""
         if not alone:
             _check_combinable(adapter)
+        self._tower = adapter.tower
         for replacement in adapter.replacements:
             for piece in by_expert(replacement, self._names):
                 self._place_replacement(piece, adapter)
@@ -224,8 +226,14 @@ class Placement:
         self.changes.setdefault(name, Change()).operations.append(operation)
 
     def _lookup(self, wanted: str) -> str | None:
-        """The base's name of the tensor; of one that it does not store, since it is tied, the name that it would have."""
-        return self._names.find(wanted) or self._ties.find(wanted)
+        """The base's name of the tensor; of one that it does not store, since it is tied, the name that it would have.
+
+        The names of a tower that was trained alone can be another tower's too; the class of the training tells which.
+        """
+        found = self._names.find(wanted)
+        if found is None and self._tower:
+            found = self._names.find_alone(f"{self._tower}.{wanted}")
+        return found or self._ties.find(wanted)
 
     def _find(self, wanted: str, tensor: TensorInfo, hint: str = "") -> str:
         name = self._lookup(wanted)

@@ -32,6 +32,8 @@ class ClassNames:
         from transformers.core_model_loading import rename_source_key
 
         model, renamings, converters, known = self._rules
+        if name in known:
+            return name  # a rule for older names can fit it as well, and make another of it
         found, converted = rename_source_key(name, renamings, converters, model.base_model_prefix, known)
         return found if converted is None and found in known else None
 

@@ -148,16 +148,31 @@ def _of_axolotl(config: Mapping[str, Any], file: str) -> QuantRecipe:
     """axolotl loads NF4 with double quantization unless ``bnb_config_kwargs`` says otherwise (``loaders/model.py``)."""
     kwargs = config.get("bnb_config_kwargs")
     given = kwargs if isinstance(kwargs, dict) else {}
-    dtype = "bfloat16" if config.get("bf16") in (True, "auto", "full") else "float16" if config.get("fp16") else "float32"
     settings: dict[str, Any] = {
         "quant_type": given.get("bnb_4bit_quant_type", "nf4"),
         "double_quant": given.get("bnb_4bit_use_double_quant", True),
         "block_size": 64,
-        "quant_dtype": dtype,
     }
+    dtype = _dtype_of_axolotl(config)
+    if dtype is not None:
+        settings["quant_dtype"] = dtype
     if (skip := given.get("llm_int8_skip_modules")) is not None:
         settings["skip_modules"] = tuple(skip) if isinstance(skip, list) else skip
     return _recipe(settings, f"{file} (axolotl)")
+
+
+def _dtype_of_axolotl(config: Mapping[str, Any]) -> str | None:
+    """The type in which axolotl loads the weights (``resolve_dtype`` in ``utils/config/__init__.py``), or None for a guess.
+
+    ``bf16`` is "auto" where nothing is said: bfloat16 on every card since Ampere. Which of "auto" and a 16-bit type of the other
+    kind wins, versions and cards disagree about.
+    """
+    automatic, half = config.get("bf16", "auto") == "auto", bool(config.get("fp16") or config.get("float16"))
+    if config.get("bfloat16") or (config.get("bf16") and not automatic):
+        return "bfloat16"
+    if automatic:
+        return None if half else "bfloat16"
+    return "float16" if half else "float32"
 
 
 def _of_llama_factory(config: Mapping[str, Any], file: str) -> QuantRecipe | None:

@@ -113,8 +113,32 @@ def test_axolotl(tmp_path):
     (tmp_path / "README.md").write_text(f"<details><summary>See axolotl config</summary>\n\n```yaml\n{AXOLOTL}\n```\n</details>")
     assert settings(tmp_path) == expected
     given = "bnb_config_kwargs:\n  bnb_4bit_use_double_quant: false\n  bnb_4bit_quant_type: fp4\n"
-    (tmp_path / "README.md").write_text(f"```yaml\n{AXOLOTL.replace('bf16: auto', 'fp16: true')}{given}```\n")
+    half = AXOLOTL.replace("bf16: auto", "bf16: false\nfp16: true")
+    (tmp_path / "README.md").write_text(f"```yaml\n{half}{given}```\n")
     assert settings(tmp_path) == {**expected, "double_quant": False, "quant_type": "fp4", "quant_dtype": "float16"}
+
+
+@pytest.mark.parametrize(
+    ("lines", "dtype"),
+    [
+        ("", "bfloat16"),
+        ("bf16: auto", "bfloat16"),
+        ("bf16: full", "bfloat16"),
+        ("bfloat16: true", "bfloat16"),
+        ("bf16: false\nbfloat16: true", "bfloat16"),
+        ("bf16: true\nfp16: true", "bfloat16"),
+        ("bf16: false\nfp16: true", "float16"),
+        ("bf16: false\nfloat16: true", "float16"),
+        ("bf16: false", "float32"),
+        ("bf16: null\nfp16: null", "float32"),
+        ("bf16: auto\nfp16: true", None),
+        ("float16: true", None),
+    ],
+)
+def test_the_type_in_which_axolotl_loads(lines, dtype, tmp_path):
+    """Oracle: its ``resolve_dtype``, after its schema has filled in ``bf16: auto``. None where versions or cards disagree."""
+    (tmp_path / "config.yaml").write_text(AXOLOTL.replace("bf16: auto", lines))
+    assert settings(tmp_path).get("quant_dtype") == dtype
 
 
 def test_llama_factory(tmp_path):
