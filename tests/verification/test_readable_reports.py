@@ -1,4 +1,4 @@
-"""Paths with bytes that are no UTF-8: every report holds them, and every refusal names them in one line.
+"""Paths with bytes that are no UTF-8, and folders that are no checkpoint: reports stand, and refusals are one line.
 
 Oracles: expat reads the XML, UTF-8 holds every file, and strict_loads takes JSON of characters only.
 """
@@ -10,15 +10,22 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import NoReturn
 from xml.etree import ElementTree
 
+import pytest
+
+from lora_merge.merging.digests import root_digest
 from tests.verification.builders import SETTLED, ordinary
 from verification import report_folder
 from verification.api import judge_again
-from verification.certificate import read_statement
+from verification.certificate import make_statement, read_statement, write_certificate
 from verification.checks import Check, Outcome
+from verification.errors import VerificationError
+from verification.gate import check_certificate
 from verification.limits import Limits
 from verification.measurement import Measurements
+from verification.merged_files import folder_files
 from verification.strict_json import strict_loads
 from verification.verdict import could_not_measure, judge
 
@@ -81,3 +88,46 @@ def test_the_commands_say_it_in_one_line(tmp_path: Path) -> None:
         said = (done.stdout + done.stderr).decode("utf-8")
         assert done.returncode == (1 if "generation" in module else 3)
         assert rf"{tmp_path}/{WRITTEN}: " in said and "Traceback" not in said
+
+
+@pytest.fixture
+def checkpoint(tmp_path: Path) -> Path:
+    folder = tmp_path / "merged"
+    folder.mkdir()
+    (folder / "config.json").write_text("{}")
+    (folder / CAFE).write_text("of any kind")
+    return folder
+
+
+def test_a_file_whose_name_is_no_text_is_certified(checkpoint: Path) -> None:
+    files = folder_files(checkpoint)
+    assert set(files) == {"config.json", WRITTEN}
+    about = dataclasses.replace(ordinary().conditions, merged_files=files, merged_root=root_digest(files))
+    statement = make_statement(judge(ordinary(), Limits()), about, "ab" * 32)
+    certificate = checkpoint.with_name("gate.intoto.json")
+    write_certificate(statement, certificate, None)
+    assert check_certificate(checkpoint, certificate).outcome is Outcome.PASSED
+    (checkpoint / CAFE).write_text("of another kind")
+    with pytest.raises(VerificationError, match="was changed since it was certified"):
+        check_certificate(checkpoint, certificate)
+
+
+def test_two_names_that_are_written_alike_are_refused(checkpoint: Path) -> None:
+    (checkpoint / WRITTEN).write_text("another file")
+    with pytest.raises(VerificationError, match="two of its files have names that are written alike; rename one"):
+        folder_files(checkpoint)
+
+
+def test_what_is_no_checkpoint_is_not_walked(monkeypatch: pytest.MonkeyPatch) -> None:
+    def walked(*_: object) -> NoReturn:
+        raise AssertionError("walked")
+
+    monkeypatch.setattr(os, "scandir", walked)
+    with pytest.raises(VerificationError, match=r"^/: holds no config\.json; expected a merged checkpoint"):
+        folder_files("/")
+
+
+def test_what_cannot_be_looked_at_is_one_line(checkpoint: Path) -> None:
+    (checkpoint / "link").symlink_to("x" * 300)  # longer than any name may be
+    with pytest.raises(VerificationError, match=r"link: cannot be read: File name too long$"):
+        folder_files(checkpoint)
