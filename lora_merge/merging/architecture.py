@@ -102,6 +102,15 @@ class Architecture:
         """The module that is called ``path`` in some version of the model, or None."""
         return self._modules.get(neutral(path))
 
+    @cached_property
+    def joins_experts(self) -> bool:
+        """Whether transformers puts the layers of single experts together for this class, as its earlier version had them."""
+        from transformers.conversion_mapping import get_model_conversion_mapping
+
+        patterns = (getattr(rule, "source_patterns", ()) for rule in get_model_conversion_mapping(self.model))
+        listed = ([found] if isinstance(found, str) else found for found in patterns)
+        return any(".experts.*." in pattern for found in listed for pattern in found)
+
     @property
     def has_transposed_layers(self) -> bool:
         """Whether any layer may be a ``Conv1D``; answered without building."""

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from lora_merge.merging.architecture import Architecture
 from lora_merge.merging.checkpoint import Checkpoint
 from lora_merge.merging.errors import MergeError
-from lora_merge.merging.experts import fused_tensor, layers_in
+from lora_merge.merging.experts import fused_tensor, is_expert_layer, layers_in
 from lora_merge.merging.names import NameMap
 from lora_merge.merging.quantization import QuantRecipe
 from lora_merge.merging.renames import ClassNames
@@ -51,7 +51,7 @@ def quantized_tensors(
     if wanted is None or RULE in wanted:
         modules += quantized_modules(architecture, recipe.skip_modules)
         if wanted is None:
-            found = _expert_layers(base, experts_as_layers)
+            found = _expert_layers(base, architecture, experts_as_layers)
     for entry in wanted or ():
         if entry != RULE:
             modules += _selected(entry, base)
@@ -101,7 +101,7 @@ def quantized_modules(architecture: Architecture, skip_modules: tuple[str, ...] 
     )
 
 
-def _expert_layers(base: Checkpoint, experts_as_layers: bool | None) -> dict[str, QuantizedTensor]:
+def _expert_layers(base: Checkpoint, architecture: Architecture, experts_as_layers: bool | None) -> dict[str, QuantizedTensor]:
     """The experts' tensors and their routers, if training had them as layers."""
     experts = {
         name: QuantizedTensor(layers_in(name, tensor.shape))
@@ -110,6 +110,9 @@ def _expert_layers(base: Checkpoint, experts_as_layers: bool | None) -> dict[str
     }
     if not experts or experts_as_layers is False:
         return {}
+    fused = not any(is_expert_layer(name.removesuffix(".weight")) for name in experts)
+    if experts_as_layers is None and fused and not architecture.joins_experts:
+        return {}  # of a family whose experts never were layers, such as gpt-oss and Llama 4
     if experts_as_layers is None:
         raise MergeError(
             f"base {base.folder.source}: it has experts, such as {next(iter(experts))}, which transformers 4 quantized as "

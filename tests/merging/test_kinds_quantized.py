@@ -157,8 +157,7 @@ def test_skip_modules_and_an_explicit_list(tmp_path):
 
 @pytest.mark.parametrize("architecture", ["mixtral", "qwen3_moe"])
 def test_experts_were_quantized_by_transformers_4_only(architecture, tmp_path):
-    """Oracle: bitsandbytes on each expert's layer by itself, which is what version 4 did; version 5 leaves fused experts alone.
-    Oracle: bitsandbytes on each expert's layer by itself, which is what version 4 did; version 5 leaves fused experts alone."""
+    """Oracle: bitsandbytes on each expert's layer by itself, as version 4 had them; version 5 leaves fused experts alone."""
     from tests.merging.test_kinds_layers import FAMILIES, expert_by_expert, fused
 
     single = save_base(tmp_path / "single", architecture)
@@ -185,6 +184,19 @@ def test_experts_were_quantized_by_transformers_4_only(architecture, tmp_path):
     reloaded = load(one, architecture, torch.bfloat16).state_dict()
     for name, tensor in load_folder(other).items():
         assert_same_bits(tensor, reloaded[name], name)
+
+
+@pytest.mark.parametrize("architecture", ["gpt_oss"])
+def test_experts_that_never_were_layers_stay(architecture, tmp_path):
+    """Oracle: what transformers quantizes. Such experts are one parameter in both its versions, and no question."""
+    base = save_base(tmp_path / "base", architecture)
+    train(load(base, architecture), Kind({"target_modules": ["q_proj"]})).save_pretrained(tmp_path / "adapter")
+    plan = plan_merge(base, tmp_path / "adapter", MergeOptions(from_4bit=True, recipe=SINGLE))
+    trips = {
+        tensor.name for tensor in plan.tensors if tensor.operations and "round" in tensor.operations[0].to_json()["operation"]
+    }
+    assert trips == set(dequantized(load_quantized(base, architecture, bnb())))
+    assert not any("experts" in name for name in trips)
 
 
 def test_experts_of_unknown_generation_are_an_error(tmp_path):
