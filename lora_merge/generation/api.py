@@ -19,7 +19,7 @@ from lora_merge.generation.gate import Gate, folder_bytes, open_gate
 from lora_merge.generation.intake import Intake, take_in
 from lora_merge.generation.options import GateOptions, GenerateOptions
 from lora_merge.generation.phases import Phases
-from lora_merge.generation.record import check_same_prompts, quarantine_path, read_record, record_path
+from lora_merge.generation.record import RunRecord, check_same_prompts, quarantine_path, read_record, record_path
 from lora_merge.generation.run import EngineOpener, GenerateResult, Run, Say, silent
 from lora_merge.generation.selection import Selection
 from lora_merge.generation.settle import Settled, settle
@@ -88,7 +88,8 @@ def generate_gated(
         target = Path(out)
         _check_files(Path(model), Path(prompts), target, options)
         sink = stack.enter_context(contextlib.closing(Sink.open(target, resume=options.resume)))
-        earlier = read_record(target) if sink.holds_rows else None
+        earlier = _earlier(target, sink)
+        sink.is_finished = earlier is not None and earlier.is_complete
         try:
             gate = check_gate(model, options.gate, phases)
         except NoCertificate as error:
@@ -110,6 +111,14 @@ def generate_gated(
         job = _job(gate, tokenizer, intake, options, settled)
         settled = replace(settled, longest=intake.longest + 1 + options.max_tokens)
         return Run(gate, target, options, settled, intake, job, sink, phases, say).finish(earlier, open_engine)
+
+
+def _earlier(out: Path, sink: Sink) -> RunRecord | None:
+    """The record of what is there already: rows, or the end of a shard that got no prompts and so no rows."""
+    if sink.holds_rows:
+        return read_record(out)
+    record = read_record(out) if record_path(out).exists() else None
+    return record if record is not None and record.result is not None and record.result["counts"]["rows"] == 0 else None
 
 
 def _check_files(model: Path, prompts: Path, out: Path, options: GenerateOptions) -> None:

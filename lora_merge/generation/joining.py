@@ -13,7 +13,14 @@ from typing import IO, Any
 from lora_merge.errors import no_file
 from lora_merge.generation.errors import GenerationError
 from lora_merge.generation.files import PendingFile, scan
-from lora_merge.generation.record import RunRecord, quarantine_path, read_record, record_path, write_record
+from lora_merge.generation.record import (
+    RunRecord,
+    difference_of_shards,
+    quarantine_path,
+    read_record,
+    record_path,
+    write_record,
+)
 from lora_merge.generation.rows import Tally
 from lora_merge.generation.run import GenerateResult
 from lora_merge.generation.shards import Shard, chunk_count
@@ -48,11 +55,19 @@ def join_results(parts: Sequence[str | os.PathLike[str]], out: str | os.PathLike
         for line in set_aside:
             aside.write(line)
         record = _joined_record(shards, tally, len(set_aside), results, aside)
+        stack.callback(_remove_unless, record_path(target), (target, quarantine_path(target)))
         if set_aside:
             aside.keep()
         results.keep()
-    write_record(record, target)
+        write_record(record, target)
     return GenerateResult(target, record, quarantine_path(target) if set_aside else None)
+
+
+def _remove_unless(last: Path, others: Sequence[Path]) -> None:
+    """Take back ``others`` where the ``last`` file could not be written too: this call has made them."""
+    if not last.exists():
+        for path in others:
+            path.unlink(missing_ok=True)
 
 
 def _ordered(paths: Sequence[Path]) -> list[tuple[Path, RunRecord]]:
@@ -77,31 +92,13 @@ def _ordered(paths: Sequence[Path]) -> list[tuple[Path, RunRecord]]:
         raise GenerationError("no results file was given; expected one a shard")
     first_path, first = found[min(found)]
     for path, record in found.values():
-        difference = next(_differing(first, record), None)
+        difference = difference_of_shards(first, record)
         if difference is not None:
-            raise GenerationError(f"{path}: is of another run than {first_path}: its {difference} differs; nothing was joined")
+            raise GenerationError(f"{path}: is of another run than {first_path}: {difference}; nothing was joined")
     missing = [str(Shard(index, first.shard.count)) for index in range(1, first.shard.count + 1) if index not in found]
     if missing:
         raise GenerationError(f"shard {', '.join(missing)} is missing; nothing was joined")
     return [found[index] for index in sorted(found)]
-
-
-def _differing(first: RunRecord, other: RunRecord) -> Iterator[str]:
-    """Names of the parts in which two shards of one run must agree and do not."""
-    if first.shard.count != other.shard.count:
-        yield "number of shards"
-    for name in ("settings", "tool"):
-        if getattr(first, name) != getattr(other, name):
-            yield name
-    if first.model.get("root") != other.model.get("root"):
-        yield "model"
-    if {**first.prompts, "path": None} != {**other.prompts, "path": None}:
-        yield "prompts"
-    for name in ("kind", "versions", "dtype") if first.engine and other.engine else ():  # a shard without prompts loads none
-        if first.engine.get(name) != other.engine.get(name):
-            yield f"engine {name}"
-    if first.gate.get("gated") != other.gate.get("gated"):
-        yield "gate"
 
 
 def _check_whole(path: Path, record: RunRecord) -> None:

@@ -127,7 +127,21 @@ def check_same_prompts(earlier: RunRecord, now: Mapping[str, Any], out: Path) ->
     _refuse(list(_differences(_without_path(earlier.prompts), _without_path(now), "prompts")), out)
 
 
-def _refuse(differences: list[str], out: Path) -> None:
+def difference_of_shards(first: RunRecord, other: RunRecord) -> str | None:
+    """The first thing in which two shards of one run must agree and do not, in words; None where they are of one run."""
+    one, two = ({**_comparable(record), "shard": record.shard.count} for record in (first, other))
+    for part in (one, two):
+        engine = part["engine"] if first.engine and other.engine else {}  # a shard without prompts loads none
+        part["engine"] = {name: engine.get(name) for name in ("kind", "versions", "dtype")}
+    found = next(_differences(one, two), None)
+    if found is None:
+        return None
+    name, there, here = found
+    return f"{'number of shards' if name == 'shard' else name} is {_short(here)}, there {_short(there)}"
+
+
+def _refuse(found: list[tuple[str, Any, Any]], out: Path) -> None:
+    differences = [f"{name} was {_short(earlier)} and is {_short(now)}" for name, earlier, now in found]
     if differences:
         raise GenerationError(
             f"{out}: cannot be resumed, {' and '.join(differences[:3])}{' and more' if len(differences) > 3 else ''}; "
@@ -154,12 +168,13 @@ def _without_path(prompts: Mapping[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in prompts.items() if name != "path"}
 
 
-def _differences(earlier: Any, now: Any, name: str = "") -> Iterator[str]:
+def _differences(earlier: Any, now: Any, name: str = "") -> Iterator[tuple[str, Any, Any]]:
+    """Name, first and second value of everything that differs."""
     if isinstance(earlier, dict) and isinstance(now, dict):
         for key in sorted({*earlier, *now}):
             yield from _differences(earlier.get(key), now.get(key), f"{name}.{key}" if name else key)
     elif earlier != now:
-        yield f"{name} was {_short(earlier)} and is {_short(now)}"
+        yield name, earlier, now
 
 
 def _short(value: Any) -> str:

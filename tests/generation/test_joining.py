@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import errno
 import json
+import os
+from pathlib import Path
 
 import pytest
 
@@ -118,21 +121,21 @@ def test_a_quarantine_that_was_changed(change, parts, tmp_path):
 
 def test_a_shard_of_another_run(checkpoint, mixed, parts, tmp_path):
     other = run(checkpoint, mixed, tmp_path / "other.jsonl", shard="2/3", threshold=0.4).out
-    refused([parts[0], other, parts[2]], tmp_path, "its settings differs")
+    refused([parts[0], other, parts[2]], tmp_path, "settings.skip_threshold is 0.4, there 0.5")
     other = run(checkpoint, mixed, tmp_path / "count.jsonl", shard="2/4").out
-    refused([parts[0], other, parts[2]], tmp_path, "number of shards")
+    refused([parts[0], other, parts[2]], tmp_path, "number of shards is 4, there 3")
     lines = mixed.read_bytes().replace("국".encode(), "탕".encode(), 1)
     mixed.write_bytes(lines)
     other = run(checkpoint, mixed, tmp_path / "prompts.jsonl", shard="2/3").out
-    refused([parts[0], other, parts[2]], tmp_path, "its prompts differs")
+    refused([parts[0], other, parts[2]], tmp_path, "prompts.sha256 is .*, there ")
 
 
 @pytest.mark.parametrize(
     ("part", "change", "match"),
     [
-        ("model", {"root": "0" * 64}, "its model differs"),
-        ("engine", {"versions": {"fake": "2"}}, "its engine versions differs"),
-        ("gate", {"gated": False}, "its gate differs"),
+        ("model", {"root": "0" * 64}, "model.root is "),
+        ("engine", {"versions": {"fake": "2"}}, r"engine\.versions\.fake is \"2\", there \"1\""),
+        ("gate", {"gated": False}, "gated is false, there true"),
     ],
 )
 def test_a_shard_made_in_another_way(parts, tmp_path, part, change, match):
@@ -153,6 +156,22 @@ def test_rows_that_overlap(parts, tmp_path):
     record["result"]["sha256"] = hashlib.sha256(content).hexdigest()
     record_path(parts[1]).write_text(json.dumps(record))
     refused(parts, tmp_path, "prompt 'p0' is there twice")
+
+
+@pytest.mark.parametrize("failing", ["joined.jsonl", "joined.jsonl.quarantine.jsonl", "joined.jsonl.run.json"])
+def test_a_join_that_cannot_be_written_leaves_nothing(failing, parts, tmp_path, monkeypatch):
+    """So that the same command can be given again."""
+    real = os.replace
+
+    def full(source, target):
+        if Path(target).name == failing:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        real(source, target)
+
+    monkeypatch.setattr(os, "replace", full)
+    refused(parts, tmp_path, f"{failing}: cannot be written: No space left on device")
+    monkeypatch.undo()
+    assert join_results(parts, tmp_path / "joined.jsonl").out.exists()
 
 
 def test_nothing_is_overwritten(parts, tmp_path):

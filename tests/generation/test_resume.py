@@ -279,6 +279,17 @@ def test_a_quarantine_that_was_removed_comes_back(checkpoint, tmp_path):
     assert quarantine_path(out).read_bytes() == before
 
 
+def test_a_finished_shard_without_prompts_is_of_its_run_too(checkpoint, tmp_path):
+    """Its results are empty and whole."""
+    prompts, out = write_lines(tmp_path / "p.jsonl", make_prompts(10)), tmp_path / "r.jsonl"
+    settings = {"chunk_size": 5, "shard": Shard(3, 3)}
+    run(checkpoint, prompts, out, **settings)
+    before = record_path(out).read_bytes()
+    refused(checkpoint, prompts, out, "settings.max_tokens was 64 and is 5", **settings, max_tokens=5)
+    assert run(checkpoint, prompts, out, resume=True, open_engine=must_not_load, **settings).done_before
+    assert (out.read_bytes(), record_path(out).read_bytes()) == (b"", before)
+
+
 def test_gated_after_ungated(checkpoint, prompts, tmp_path):
     out = tmp_path / "r.jsonl"
     options = {"engine": EngineOptions("hf", "float32"), "gate": GateOptions(allow_ungated=True)}
