@@ -52,21 +52,21 @@ def verify_skip_drift(
         stages: told which model is at work and how far it is.
 
     Returns:
-        The verdict. Where nothing could be measured it is inconclusive and says why; that is never an exception.
+        The verdict. Where nothing could be measured it is inconclusive and says why; that is never an exception. Such a
+        verdict does not replace the report of an earlier run that measured something.
 
     Raises:
         VerificationError: the report folder or the signing key cannot be used.
     """
     options = options or VerifyOptions()
-    # A mistyped name is no reason to take an earlier run's report away.
     reason = next(impossible(merged, prompts, options.measure), None)
     if reason is not None:
         return could_not_measure("measurement", reason, options.limits)
     folder = certificate_path(merged).parent if options.report is None else Path(options.report)
     _check_apart(folder, Path(merged))
-    report_folder.clear(folder)
     if options.sign_key is not None:
         check_signing_key(options.sign_key)
+    report_folder.make(folder)
     measurements = None
     try:
         measurements = measure(merged, prompts, options.measure, folder, stages)
@@ -76,7 +76,8 @@ def verify_skip_drift(
             verdict = Verdict(Outcome.INCONCLUSIVE, error.checks, options.limits, {})
         else:
             verdict = could_not_measure("measurement", str(error), options.limits)
-    report_folder.write(folder, verdict, measurements, options.sign_key)
+    if measurements is not None or not report_folder.holds_measurement(folder):
+        report_folder.write(folder, verdict, measurements, options.sign_key)
     return verdict
 
 
@@ -103,7 +104,7 @@ def judge_again(
     if report is not None:
         if sign_key is not None:
             check_signing_key(sign_key)
-        report_folder.clear(Path(report))
+        report_folder.make(Path(report))
         report_folder.write(Path(report), verdict, measurements, sign_key)
     return verdict
 

@@ -149,7 +149,7 @@ def main(context: click.Context, /, output_format: str, quiet: bool, verbose: bo
         with verdict_expected():
             verdict = verify_skip_drift(settings["merged"], settings["prompts"], options, _terminal_stages(quiet))
     except KeyboardInterrupt:
-        raise Interrupted("interrupted before there was a verdict: nothing is certified; run it again") from None
+        raise Interrupted("interrupted before there was a verdict: the report is as it was; run it again") from None
     _finish(verdict, output_format)
 
 

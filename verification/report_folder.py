@@ -1,12 +1,14 @@
 """The report folder: ``drift.json``, ``drift.jsonl``, the certificate ``gate.intoto.json``, and ``junit.xml``.
 
-What an earlier run left there is removed before a new one starts, so that no certificate outlives the run that earned it.
+What lies there is always of one run. An earlier run's files stay until there is a new verdict to replace them. Then its certificate
+goes first and the new one comes last, so that none ever stands beside what another run measured.
 """
 
 from __future__ import annotations
 
 import os
 import re
+import tempfile
 from pathlib import Path
 from xml.etree import ElementTree
 
@@ -32,8 +34,8 @@ _ENOUGH = 1 << 24
 _NO_XML = re.compile("[\x00-\x08\x0b\x0c\x0e-\x1f\ufffe\uffff]")
 
 
-def clear(folder: Path) -> None:
-    """Make ``folder`` and remove the files of an earlier run; anything else in it stays.
+def make(folder: Path) -> None:
+    """Make ``folder``, or find out before the work that it cannot hold a report. What lies in it stays.
 
     Raises:
         VerificationError: it cannot be written to, or a file that another tool wrote has a name of ours.
@@ -42,17 +44,22 @@ def clear(folder: Path) -> None:
         raise VerificationError(f"report folder {folder}: is a file; expected a folder, choose another --report")
     try:
         folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=folder):
+            pass
         foreign = next((name for name in FILES if (folder / name).exists() and not _is_ours(folder / name)), None)
-        if foreign is not None:
-            raise VerificationError(
-                f"report folder {folder}: its {foreign} is not of an earlier run and would be replaced; choose another --report"
-            )
-        for name in FILES:
-            (folder / name).unlink(missing_ok=True)
     except OSError as error:
         raise VerificationError(
             f"report folder {folder}: cannot be used: {error.strerror or error}; choose another --report"
         ) from error
+    if foreign is not None:
+        raise VerificationError(
+            f"report folder {folder}: its {foreign} is not of an earlier run and would be replaced; choose another --report"
+        )
+
+
+def holds_measurement(folder: Path) -> bool:
+    """Whether an earlier run left there what it measured, which can be judged again, or a certificate."""
+    return any((folder / name).exists() for name in (MEASUREMENT_FILE, CERTIFICATE_FILE))
 
 
 def _is_ours(path: Path) -> bool:
@@ -62,12 +69,14 @@ def _is_ours(path: Path) -> bool:
 
 
 def write(folder: Path, verdict: Verdict, measurements: Measurements | None, sign_key: str | os.PathLike[str] | None) -> None:
-    """Write everything that ``verdict`` amounts to, the certificate last; an inconclusive one gets none.
+    """Replace what an earlier run left by everything that ``verdict`` amounts to; an inconclusive one gets no certificate.
 
     Raises:
         VerificationError: a file cannot be written, or the key cannot sign.
     """
     try:
+        for name in FILES:  # the certificate first
+            (folder / name).unlink(missing_ok=True)
         digest = None if measurements is None else write_measurements(measurements, folder / MEASUREMENT_FILE)
         write_whole(folder / VERDICT_FILE, (json_text(verdict.to_json(), indent=2, allow_nan=False) + "\n").encode())
         write_whole(folder / JUNIT_FILE, junit(verdict).encode())

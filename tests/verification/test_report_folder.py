@@ -17,7 +17,7 @@ from verification.certificate import write_certificate
 from verification.drift_file import write_measurements
 from verification.errors import VerificationError
 from verification.limits import Limits
-from verification.verdict import judge
+from verification.verdict import could_not_measure, judge
 
 
 @contextlib.contextmanager
@@ -39,26 +39,47 @@ def test_a_full_disk_leaves_nothing_half_written(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_run_replaces_what_an_earlier_one_left_and_nothing_else(tmp_path: Path) -> None:
+def test_a_verdict_replaces_what_an_earlier_run_left_and_nothing_else(tmp_path: Path) -> None:
     """Every file of a run is known for one; a CI's own report of the same name is not taken away, and nothing beside it."""
     measured = ordinary()
-    (tmp_path / "notes.txt").write_text("of somebody else")
-    report_folder.write(tmp_path, judge(measured, Limits()), measured, None)
-    assert {path.name for path in tmp_path.iterdir()} == {*report_folder.FILES, "notes.txt"}
-    report_folder.clear(tmp_path)
-    assert [path.name for path in tmp_path.iterdir()] == ["notes.txt"]
-    report_folder.write(tmp_path, judge(measured, Limits()), measured, _key(tmp_path / "gate.key"))
-    assert "payloadType" in (tmp_path / "gate.intoto.json").read_text()
-    report_folder.clear(tmp_path)
-    assert not (tmp_path / "gate.intoto.json").exists()
-    report_folder.write(tmp_path, judge(measured, Limits()), measured, None)
+    report, nothing = tmp_path / "report", could_not_measure("measurement", "no such file", Limits())
+    report_folder.make(report)
+    (report / "notes.txt").write_text("of somebody else")
+    for key in (None, _key(tmp_path / "gate.key")):
+        report_folder.write(report, judge(measured, Limits()), measured, key)
+        assert {path.name for path in report.iterdir()} == {*report_folder.FILES, "notes.txt"}
+        assert ("payloadType" in (report / "gate.intoto.json").read_text()) is (key is not None)
+        report_folder.make(report)
+        assert {path.name for path in report.iterdir()} == {*report_folder.FILES, "notes.txt"}, "nothing replaces it yet"
+    report_folder.write(report, nothing, None, None)
+    assert sorted(path.name for path in report.iterdir()) == ["drift.json", "junit.xml", "notes.txt"]
+    report_folder.write(report, judge(measured, Limits()), measured, None)
     for name in report_folder.FILES:
-        ours = (tmp_path / name).read_bytes()
-        (tmp_path / name).write_text('<testsuite name="pytest"/> or {"drift": 5}')
+        ours = (report / name).read_bytes()
+        (report / name).write_text('<testsuite name="pytest"/> or {"drift": 5}')
         with pytest.raises(VerificationError, match=f"its {name} is not of an earlier run and would be replaced"):
-            report_folder.clear(tmp_path)
-        (tmp_path / name).write_bytes(ours)
-        assert {path.name for path in tmp_path.iterdir()} >= {*report_folder.FILES}, "all or nothing"
+            report_folder.make(report)
+        (report / name).write_bytes(ours)
+        assert {path.name for path in report.iterdir()} >= {*report_folder.FILES}, "all or nothing"
+
+
+def test_a_certificate_never_stands_beside_what_another_run_measured(tmp_path: Path) -> None:
+    """Not even where the new report cannot be written: the room is enough for no measurement."""
+    measured = ordinary()
+    report_folder.write(tmp_path, judge(measured, Limits()), measured, None)
+    assert (tmp_path / "gate.intoto.json").exists()
+    with full_disk(), pytest.raises(VerificationError, match="cannot be written"):
+        report_folder.write(tmp_path, judge(measured, Limits(max_abs_delta=1e-6)), measured, None)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_folder_that_takes_no_file_is_found_before_the_work(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(**_: object) -> None:
+        raise PermissionError(13, "Permission denied")  # what a folder without the right to write does; root has every right
+
+    monkeypatch.setattr("tempfile.TemporaryFile", refuse)
+    with pytest.raises(VerificationError, match="cannot be used: Permission denied; choose another --report"):
+        report_folder.make(tmp_path / "report")
 
 
 def _key(path: Path) -> Path:

@@ -212,13 +212,48 @@ def test_judging_again_by_other_limits(place: Path) -> None:
         check_certificate(place / "merged", place / "loose" / "gate.intoto.json")
 
 
-def test_no_certificate_outlives_a_run_that_measured_nothing(place: Path) -> None:
+@pytest.mark.parametrize(
+    "mistyped",
+    [
+        ("--prefill", "otherwise"),
+        ("--skip-label", "two words"),
+        ("--base", "bsae"),
+        ("--adapter", "adpater"),
+        ("--prompts", "reference.jsonl"),
+        ("--reference", "prompts.jsonl"),
+        ("--device", "cuda:99"),
+    ],
+)
+def test_what_a_mistyped_option_cannot_measure_takes_no_certificate_away(mistyped: tuple[str, str], place: Path) -> None:
+    """Nor any other file of its report. Where there is none, the report says why there is no verdict."""
     verify(place, exit_code=0)
-    assert certificate(place).is_file()
-    verdict = verify(place, "--prefill", "otherwise", exit_code=3)
-    assert not certificate(place).exists()
-    assert sorted(path.name for path in (place / "merged-report").iterdir()) == ["drift.json", "junit.xml"]
-    assert "was recorded with" in verdict["reasons"][0]
+    before = {path.name: path.read_bytes() for path in (place / "merged-report").iterdir()}
+    flag, value = mistyped
+    word = value if flag in ("--prefill", "--skip-label", "--device") else place / value
+    verdict = verify(place, flag, word, exit_code=3)
+    assert verdict["numbers"] == {}
+    assert {path.name: path.read_bytes() for path in (place / "merged-report").iterdir()} == before
+    assert check_certificate(place / "merged", certificate(place)).outcome is Outcome.PASSED
+    if flag != "--device":
+        verify(place, flag, word, "--report", place / "new", exit_code=3)
+        assert sorted(path.name for path in (place / "new").iterdir()) == ["drift.json", "junit.xml"]
+
+
+def test_a_bad_key_takes_no_certificate_away(place: Path) -> None:
+    verify(place, exit_code=0)
+    given = ("--merged", place / "merged", "--prompts", place / "prompts.jsonl", "--sign-key", place / "nokey.pem")
+    run(*given, exit_code=3)
+    assert certificate(place).exists()
+
+
+def test_a_measurement_that_says_nothing_replaces_the_certificate(place: Path) -> None:
+    """It is of now, and what stood there was of then."""
+    verify(place, exit_code=0)
+    verify(place, "--num-prompts", 20, exit_code=3)
+    measured = ["drift.json", "drift.jsonl", "junit.xml"]
+    assert sorted(path.name for path in (place / "merged-report").iterdir()) == measured
+    verify(place, "--prefill", "otherwise", exit_code=3)
+    assert sorted(path.name for path in (place / "merged-report").iterdir()) == measured, "it can still be judged again"
 
 
 def test_a_failed_run_replaces_the_certificate(place: Path) -> None:
@@ -235,7 +270,7 @@ def test_a_signed_certificate(place: Path) -> None:
     assert check_certificate(place / "merged", certificate(place), Policy(trusted_key=place / "gate.pub")).signed
     arguments = ["--merged", place / "merged", "--prompts", place / "prompts.jsonl", "--sign-key", place / "gate.pub"]
     assert "no unencrypted PEM private key" in run(*arguments, exit_code=3).stderr
-    assert not certificate(place).exists()
+    assert check_certificate(place / "merged", certificate(place), Policy(trusted_key=place / "gate.pub")).signed
 
 
 def test_twenty_prompts_are_inconclusive(place: Path) -> None:
@@ -409,7 +444,7 @@ def test_other_layers_than_those_recorded_are_another_recipe(modules: list[str],
     (place / "few.json").write_text(json.dumps({**record, "recipe": {**record["recipe"], **given}}))
     verdict = verify(place, "--quant-config", place / "few.json", merged="few", reference=False, exit_code=3)
     assert outcomes(verdict)["recipe-agreement"] == "INCONCLUSIVE"
-    assert "quantization_recipe.json says quantized_modules (14 layers, " in verdict["reasons"][0]
+    assert "quantization_recipe.json says quantized_modules (14 names, " in verdict["reasons"][0]
 
 
 def test_flags_that_repeat_the_trainers_record_are_confirmed_by_it(place: Path) -> None:
@@ -598,7 +633,7 @@ def test_a_file_as_report_folder_and_a_key_that_is_none(place: Path) -> None:
 )
 def test_without_a_verdict_nothing_exits_with_1(error: Exception, place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Exit code 1 is a FAILED verdict's alone. A defect of the program keeps its traceback."""
-    monkeypatch.setattr("verification.api.report_folder.clear", _raises(error))
+    monkeypatch.setattr("verification.api.report_folder.make", _raises(error))
     monkeypatch.setattr("verification.audit_api.find_sources", _raises(error))
     measured = place / "drift.jsonl"
     write_measurements(ordinary(30), measured)
