@@ -21,6 +21,13 @@ from lora_merge.engines.model_files import end_ids, library_versions, load_token
 from lora_merge.engines.prompts import Prompt, decode_continuation
 from lora_merge.engines.protocol import Completion, FinishReason, GenerationLimits
 from lora_merge.engines.scores import DecisionScore
+from lora_merge.engines.vllm_settings import (
+    check_loaded,
+    effective_settings,
+    moving_environment,
+    noting_what_vllm_sets,
+    refuse_redirection,
+)
 
 _GREEDY: dict[str, Any] = {
     "n": 1,
@@ -67,7 +74,8 @@ class VllmEngine:
     needs ``if __name__ == "__main__":``. The environment variables of :data:`_ON_CPU` and :data:`_ON_GPU` win where they are set.
     ``show_loading``: vLLM's own progress bar while it loads.
 
-    Raises :class:`EngineError` when vLLM is missing, too old, or cannot load the checkpoint.
+    Raises :class:`EngineError` when vLLM is missing, too old, or cannot load the checkpoint, and when arguments or environment
+    have it load anything but this checkpoint.
     """
 
     name = "vllm"
@@ -90,6 +98,7 @@ class VllmEngine:
     ) -> None:
         if dtype not in _DTYPES:
             raise EngineError(f"dtype {dtype!r} is unknown; expected one of {', '.join(_DTYPES)}")
+        refuse_redirection()
         self.tokenizer = load_tokenizer(path, trust_remote_code=trust_remote_code)
         self._end_ids = end_ids(path, self.tokenizer)
         with quiet_standard_error():
@@ -112,14 +121,20 @@ class VllmEngine:
             "disable_hybrid_kv_cache_manager": None if window is None else True,
             **engine_args,
         }
-        self._arguments = {name: value for name, value in arguments.items() if value is not None}
-        self._path = str(path)
+        arguments = {name: value for name, value in arguments.items() if value is not None}
+        self._further = {name: value for name, value in engine_args.items() if isinstance(value, (str, int, float, bool))}
+        self._environment = moving_environment()
         try:
             defaults = (_ON_CPU if eager else {}) if on_cpu else _ON_GPU
-            with _environment(defaults), quiet_standard_error():
-                self._llm: Any = vllm.LLM(model=str(path), use_tqdm_on_load=show_loading, **self._arguments)
+            with _environment(defaults), noting_what_vllm_sets(), quiet_standard_error():
+                self._llm: Any = vllm.LLM(model=str(path), use_tqdm_on_load=show_loading, **arguments)
         except (OSError, ValueError, RuntimeError, TypeError, ImportError) as error:
             raise EngineError(f"vLLM {vllm.__version__} cannot load {path}: {error}") from error
+        try:
+            check_loaded(path, self._llm.llm_engine.vllm_config)
+        except EngineError:
+            self.close()
+            raise
 
     def score(
         self, prompts: Sequence[Prompt], labels: DecisionLabels, *, progress: Progress = no_progress
@@ -159,7 +174,7 @@ class VllmEngine:
         self._live().reset_prefix_cache()
 
     def describe(self) -> dict[str, Any]:
-        """See :class:`~lora_merge.engines.protocol.Engine`."""
+        """See :class:`~lora_merge.engines.protocol.Engine`. Settings are those that vLLM's own configuration holds."""
         config = self._live().llm_engine.vllm_config
         return {
             "kind": self.name,
@@ -167,10 +182,9 @@ class VllmEngine:
             "dtype": str(config.model_config.dtype).removeprefix("torch."),
             "device": _device_name(),
             "settings": {
-                "model": self._path,
-                **{name: value for name, value in self._arguments.items() if isinstance(value, (str, int, float, bool))},
-                "max_model_len": config.model_config.max_model_len,
-                "max_num_seqs": config.scheduler_config.max_num_seqs,
+                **self._further,
+                **effective_settings(config),
+                "environment": self._environment,
                 "end_ids": list(self._end_ids),
             },
         }

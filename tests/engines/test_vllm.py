@@ -20,6 +20,7 @@ from lora_merge.engines.protocol import Engine, GenerationLimits
 from lora_merge.engines.transformers_engine import TransformersEngine
 
 vllm_engine = pytest.importorskip("lora_merge.engines.vllm_engine")
+vllm_settings = pytest.importorskip("lora_merge.engines.vllm_settings")
 pytest.importorskip("vllm")
 
 
@@ -183,10 +184,93 @@ def test_it_says_what_it_is(vllm):
     assert isinstance(vllm, Engine)
     described = vllm.describe()
     assert described["kind"] == "vllm" and described["dtype"] == "float32"
-    assert described["settings"]["max_model_len"] == 128
-    assert described["settings"]["end_ids"] == [1, 106]
-    assert described["settings"]["generation_config"] == "vllm"
-    assert described["settings"].get("block_size") == (32 if described["device"] == "cpu" else None)
+    settings = described["settings"]
+    assert settings["max_model_len"] == 128
+    assert settings["end_ids"] == [1, 106]
+    assert settings["generation_config"] == "vllm"
+    if described["device"] == "cpu":
+        assert settings["block_size"] == 32
+    assert "dtype" not in settings  # the one that was asked for; the one that is used stands above
+    assert settings["environment"] is None  # what vLLM set for itself while it loaded is nobody's choice
+    assert vllm_settings.moving_environment() is None
+    assert settings["tensor_parallel_size"] == 1 and settings["kv_cache_dtype"] == "auto"  # nobody gave them
+
+
+def test_it_runs_the_checkpoint_that_it_was_given(vllm, gemma_folder):
+    """Oracle: vLLM's own configuration, which a redirection or another argument changes."""
+    settings = vllm.describe()["settings"]
+    assert settings["model"] == vllm._live().llm_engine.vllm_config.model_config.model == str(gemma_folder)
+    assert (settings["adapter"], settings["quantization"], settings["load_format"]) == (None, None, "auto")
+
+
+def test_an_environment_that_puts_another_model_in_its_place_is_refused(gemma_folder, tmp_path, monkeypatch):
+    """VLLM_MODEL_REDIRECT_PATH: vLLM 0.32's ModelConfig takes the folder that is written there, and says so in its log only."""
+    redirects = tmp_path / "map.txt"
+    redirects.write_text(f"{gemma_folder} {tmp_path / 'another'}\n")
+    monkeypatch.setenv("VLLM_MODEL_REDIRECT_PATH", str(redirects))
+    monkeypatch.setattr(vllm_engine, "_import_vllm", lambda: pytest.fail("was imported"))
+    with pytest.raises(EngineError, match=r"VLLM_MODEL_REDIRECT_PATH is set: vLLM would load another checkpoint.*; unset it"):
+        vllm_engine.VllmEngine(gemma_folder)
+    monkeypatch.delenv("VLLM_MODEL_REDIRECT_PATH")
+    monkeypatch.setenv("VLLM_MOE_ROUTING_SIMULATION_STRATEGY", "uniform_random")
+    with pytest.raises(EngineError, match="choose experts by a simulation"):
+        vllm_engine.VllmEngine(gemma_folder)
+
+
+@pytest.mark.parametrize(
+    ("part", "name", "value", "message"),
+    [
+        ("model_config", "model", "other", "took the checkpoint of .*other instead of that of .*given; nothing was run"),
+        ("model_config", "tokenizer", "other", "took the tokenizer of .*other"),
+        ("model_config", "hf_config_path", "other", "took the configuration of .*other"),
+        ("load_config", "load_format", "dummy", "made up weights instead of loading those of .*given"),
+    ],
+)
+def test_an_engine_that_loaded_something_else_is_closed_and_refused(
+    part, name, value, message, gemma_folder, tmp_path, monkeypatch
+):
+    given, ended = tmp_path / "given", []
+    given.symlink_to(gemma_folder)  # a name that is written otherwise is not another folder
+    model = SimpleNamespace(model=str(gemma_folder), tokenizer=str(given), hf_config_path=None)
+    config = SimpleNamespace(model_config=model, load_config=SimpleNamespace(load_format="auto"))
+    vllm_settings.check_loaded(given, config)
+    setattr(getattr(config, part), name, value if name == "load_format" else str(tmp_path / value))
+
+    class Llm:
+        def __init__(self, **_: object) -> None:
+            core = SimpleNamespace(shutdown=lambda: ended.append(True))
+            self.llm_engine = SimpleNamespace(vllm_config=config, engine_core=core)
+
+    platforms = SimpleNamespace(current_platform=SimpleNamespace(is_cpu=lambda: True))
+    monkeypatch.setattr(vllm_engine, "_import_vllm", lambda: SimpleNamespace(__version__="0", LLM=Llm, platforms=platforms))
+    with pytest.raises(EngineError, match=message):
+        vllm_engine.VllmEngine(given)
+    assert ended == [True]
+
+
+def test_variables_that_can_move_a_number_are_told(monkeypatch):
+    """Where they say something else than the default. Oracle: vLLM's ``envs``, which reads them."""
+    from vllm import envs
+
+    for name in [name for name in os.environ if name.startswith("VLLM_")]:
+        monkeypatch.delenv(name)
+    assert vllm_settings.moving_environment() is None
+    for name, value in {
+        "VLLM_LOGGING_LEVEL": "ERROR",
+        "VLLM_CPU_KVCACHE_SPACE": "1",
+        "VLLM_ENGINE_READY_TIMEOUT_S": "5",
+        "VLLM_USAGE_SOURCE": "image",
+        "VLLM_BUILD_COMMIT": "abc",
+        "VLLM_HOST_IP": "127.0.0.1",
+        "VLLM_BATCH_INVARIANT": "0",
+    }.items():
+        monkeypatch.setenv(name, value)
+    assert vllm_settings.moving_environment() is None
+    monkeypatch.setenv("VLLM_CPU_ATTN_SPLIT_KV", "0")
+    monkeypatch.setenv("VLLM_FLOAT32_MATMUL_PRECISION", "medium")
+    assert vllm_settings.moving_environment() == {"VLLM_CPU_ATTN_SPLIT_KV": False, "VLLM_FLOAT32_MATMUL_PRECISION": "medium"}
+    assert envs.environment_variables["VLLM_CPU_ATTN_SPLIT_KV"]() is False
+    assert os.environ["VLLM_CPU_ATTN_SPLIT_KV"] == "0"
 
 
 def test_an_engine_that_dies_is_one_line(vllm, prompts, labels, monkeypatch):
