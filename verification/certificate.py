@@ -87,15 +87,28 @@ def read_statement(path: str | os.PathLike[str], trusted_key: str | os.PathLike[
     Raises:
         VerificationError: the file is missing or malformed, of an unknown version, or, with a key, not signed by it.
     """
+    return parse_certificate(read_certificate(path), path, trusted_key)
+
+
+def read_certificate(path: str | os.PathLike[str]) -> bytes:
+    """The bytes of a certificate file; :class:`VerificationError` where there are none."""
     what = f"certificate {path}"
-    if trusted_key is not None:
-        check_trusted_key(trusted_key)
     if Path(path).is_dir():
         raise VerificationError(f"{what}: is a folder; give the file in it, such as {Path(path) / CERTIFICATE_FILE}")
     try:
-        value = strict_loads(Path(path).read_bytes(), what)
+        return Path(path).read_bytes()
     except OSError as error:
         raise VerificationError(f"{what}: cannot be read: {error.strerror or error}; run verify-skip-drift first") from error
+
+
+def parse_certificate(
+    content: bytes, path: str | os.PathLike[str], trusted_key: str | os.PathLike[str] | None = None
+) -> tuple[Statement, bool]:
+    """As :func:`read_statement`, from the bytes that the file ``path`` held."""
+    what = f"certificate {path}"
+    if trusted_key is not None:
+        check_trusted_key(trusted_key)
+    value = strict_loads(content, what)
     if is_envelope(value):
         value = strict_loads(open_envelope(value, trusted_key), what)
     elif trusted_key is not None:

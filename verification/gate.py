@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -13,7 +14,7 @@ from lora_merge.engines.errors import EngineError
 from lora_merge.engines.labels import DecisionLabels
 from lora_merge.merging.digests import file_digest, root_digest
 from lora_merge.merging.side_files import MANIFEST_FILE
-from verification.certificate import CERTIFICATE_FILE, MEASUREMENT_FILE, Statement, read_statement
+from verification.certificate import CERTIFICATE_FILE, MEASUREMENT_FILE, Statement, parse_certificate, read_certificate
 from verification.checks import Outcome
 from verification.errors import VerificationError
 from verification.limits import DEFAULT_MAX_DELTA, Limits
@@ -47,6 +48,7 @@ class CheckedCertificate:
 
     Attributes:
         path: the certificate's file.
+        sha256: of the bytes that were checked; what lies there later may be another.
         signed: whether the trusted key signed it; False when no key was given.
         outcome: PASSED, or WARNED where the policy accepts the warnings.
         warnings: names of the checks that warned.
@@ -57,6 +59,7 @@ class CheckedCertificate:
     """
 
     path: Path
+    sha256: str
     signed: bool
     outcome: Outcome
     warnings: tuple[str, ...]
@@ -116,7 +119,7 @@ def check_certificate(
 ) -> CheckedCertificate:
     """Allow a run of the merged checkpoint in ``folder``, or raise.
 
-    Every file of the folder is hashed, in parallel; ``progress`` is told of bytes. Where the measurements lie beside the
+    The certificate is read once. Every file of the folder is hashed, in parallel; ``progress`` is told of bytes. Where the measurements lie beside the
     certificate they must be the ones that it names.
 
     Raises: VerificationError: the certificate is missing, malformed, of an unknown version, unsigned or signed by another key
@@ -126,7 +129,8 @@ def check_certificate(
     """
     policy = policy or Policy()
     path = Path(certificate)
-    statement, signed = read_statement(path, policy.trusted_key)
+    content = read_certificate(path)
+    statement, signed = parse_certificate(content, path, policy.trusted_key)
     what = f"certificate {path}"
     _check_outcome(statement, policy, what)
     _check_limit(statement.limits, policy, what)
@@ -142,6 +146,7 @@ def check_certificate(
         raise VerificationError(f"{what}: prefill is {prefill!r}, expected a string")
     return CheckedCertificate(
         path=path,
+        sha256=hashlib.sha256(content).hexdigest(),
         signed=signed,
         outcome=statement.outcome,
         warnings=statement.tests[Outcome.WARNED],

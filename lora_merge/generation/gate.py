@@ -81,7 +81,7 @@ class Gate:
         return {
             "gated": True,
             "certificate": str(self.certificate.path),
-            "certificate_sha256": hashlib.sha256(self.certificate.path.read_bytes()).hexdigest(),
+            "certificate_sha256": self.certificate.sha256,
             "signed": self.certificate.signed,
             "outcome": self.certificate.outcome.value,
             "warnings": list(self.certificate.warnings),

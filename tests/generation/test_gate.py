@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import shutil
@@ -253,6 +254,19 @@ def test_a_file_that_changes_while_the_model_loads_stops_the_run(checkpoint, pro
     with pytest.raises(GenerationError, match="changed while the run was starting"):
         run(checkpoint, prompts, open_engine=swapping)
     assert not prompts.with_name("out.jsonl").exists()
+
+
+@pytest.mark.parametrize("fate", ["removed", "replaced"])
+def test_the_record_names_the_certificate_that_allowed_the_run(checkpoint, prompts, fate):
+    """Whoever verifies again meanwhile clears the report folder. Oracle: hashlib over the file before the run."""
+    path = certificate_path(checkpoint)
+    before = hashlib.sha256(path.read_bytes()).hexdigest()
+
+    def meanwhile(model, settled):
+        path.unlink() if fate == "removed" else path.write_text("hello")
+        return open_fake(model, settled)
+
+    assert run(checkpoint, prompts, open_engine=meanwhile).record.gate["certificate_sha256"] == before
 
 
 def test_ungated_is_possible_loud_and_marked(checkpoint, prompts):

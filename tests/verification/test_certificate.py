@@ -426,6 +426,19 @@ def test_keys_that_are_no_ed25519_keys_are_refused(case: Case, keys: dict[str, P
         case.check(trusted_key=keys["ours.key"])
 
 
+def test_the_digest_is_of_the_bytes_that_were_checked(case: Case) -> None:
+    """A pipe gives them once; oracle: hashlib."""
+    content = case.certificate.read_bytes()
+    read, write = os.pipe()
+    try:
+        os.write(write, content)
+        os.close(write)
+        checked = check_certificate(case.folder, f"/dev/fd/{read}")
+    finally:
+        os.close(read)
+    assert checked.sha256 == case.check().sha256 == hashlib.sha256(content).hexdigest()
+
+
 def test_reading_a_statement_gives_what_was_bound(case: Case) -> None:
     statement, signed = read_statement(case.certificate)
     assert not signed
