@@ -119,8 +119,8 @@ def check_certificate(
 ) -> CheckedCertificate:
     """Allow a run of the merged checkpoint in ``folder``, or raise.
 
-    The certificate is read once. Every file of the folder is hashed, in parallel; ``progress`` is told of bytes. Where the measurements lie beside the
-    certificate they must be the ones that it names.
+    The certificate is read once. Every file of the folder is hashed, in parallel; ``progress`` is told of bytes. Where the
+    measurements lie beside the certificate they must be the ones that it names.
 
     Raises: VerificationError: the certificate is missing, malformed, of an unknown version, unsigned or signed by another key
         where the

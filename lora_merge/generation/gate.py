@@ -65,14 +65,29 @@ class Gate:
             return ()
         return self.certificate.check_use(engine=engine, labels=labels, prefill=prefill)
 
-    def check_unchanged(self) -> None:
+    def check_loaded(self) -> None:
         """Make sure that no file changed between the moment it was hashed and the moment the engine had read it."""
-        now = file_stamps(self.model)
+        self._check_files("changed while the run was starting; start again when nobody writes there")
+
+    def check_unchanged(self) -> None:
+        """Make sure that no file has changed since: before rows are saved, and at the end.
+
+        An engine may not be done with a file when it has loaded it. In Transformers on a CPU the weights stay memory-mapped,
+        and what is written into the file later is what decides from then on.
+        """
+        self._check_files(
+            "changed during the run, and the engine may have read it; what was not saved yet is dropped, saved rows stay: "
+            "bring the certified file back and go on with --resume"
+        )
+
+    def _check_files(self, problem: str) -> None:
+        try:
+            now = file_stamps(self.model)
+        except VerificationError as error:  # it is gone, or no checkpoint any more
+            raise GenerationError(f"{self.model}: {problem} (now: {error})") from error
         moved = sorted(name for name in {*self.stamps, *now} if self.stamps.get(name) != now.get(name))
         if moved:
-            raise GenerationError(
-                f"{self.model / moved[0]}: changed while the run was starting; start again when nobody writes there"
-            )
+            raise GenerationError(f"{self.model / moved[0]}: {problem}")
 
     def to_json(self) -> dict[str, Any]:
         """What a run record says of the gate."""

@@ -99,15 +99,20 @@ class Run:
                 else:
                     write_record(record, self.out)
                 self._work(engine, whole, tally)
+                self.gate.check_unchanged()
         return self._conclude(record, tally, resumed)
 
     def _work(self, engine: Engine, whole: int, tally: Tally) -> None:
-        """Every chunk from number ``whole`` on. The first doubt about the decisions is said at once: the rest takes hours."""
+        """Every chunk from number ``whole`` on. The first doubt about the decisions is said at once: the rest takes hours.
+
+        Rows are saved only while the files are those that were checked: in Transformers on a CPU they are still being read.
+        """
         doubted = False
         try:
             for prompts in itertools.islice(self.intake.spool.chunks(self.settled.chunk_size), whole, None):
                 rows = self.job.rows(engine, prompts, self.phases)
                 with self.phases.save.running():
+                    self.gate.check_unchanged()
                     self.sink.append([encode_row(row) for row in rows])
                 self.phases.save.advance(len(rows))
                 for row in rows:
@@ -139,7 +144,7 @@ class Run:
 
     def _checked_description(self, engine: Engine) -> dict[str, Any]:
         """What the engine says of itself, once it is what was certified and what was hashed."""
-        self.gate.check_unchanged()
+        self.gate.check_loaded()
         described = engine.describe()
         differences = self.gate.check_use(described, self.job.labels, self.job.prefill)
         if differences:

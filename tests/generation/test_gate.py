@@ -15,6 +15,8 @@ from lora_merge.errors import UserError
 from lora_merge.generation.api import check_gate, generate_gated
 from lora_merge.generation.errors import GenerationError, NoCertificate
 from lora_merge.generation.options import EngineOptions, GateOptions, GenerateOptions
+from lora_merge.generation.record import read_record
+from lora_merge.generation.sink import Sink
 from tests.generation.builders import ENGINE, certify, make_checkpoint, read_rows
 from tests.generation.fakes import FakeEngine, open_fake
 from verification.checks import Check, Outcome
@@ -254,6 +256,54 @@ def test_a_file_that_changes_while_the_model_loads_stops_the_run(checkpoint, pro
     with pytest.raises(GenerationError, match="changed while the run was starting"):
         run(checkpoint, prompts, open_engine=swapping)
     assert not prompts.with_name("out.jsonl").exists()
+
+
+@pytest.mark.parametrize("change", ["written into", "replaced", "removed", "added", "folder removed"])
+def test_a_file_that_changes_during_the_run_ends_it_before_the_next_rows_are_saved(checkpoint, prompts, change):
+    """In Transformers on a CPU the weights stay memory-mapped: what is written into the file decides from then on."""
+    weights = checkpoint / "model.safetensors"
+
+    class Meanwhile(FakeEngine):
+        def score(self, prompts, labels, *, progress):
+            scores = super().score(prompts, labels, progress=progress)
+            if len(self.scored) == 32:
+                if change == "written into":
+                    with weights.open("r+b") as file:
+                        file.seek(-1, os.SEEK_END)
+                        file.write(b"?")
+                elif change == "replaced":
+                    shutil.copy(weights, checkpoint.parent / "new")
+                    (checkpoint.parent / "new").rename(weights)
+                elif change == "added":
+                    (checkpoint / "model-00002.safetensors").touch()
+                elif change == "removed":
+                    weights.unlink()
+                else:
+                    checkpoint.rename(checkpoint.parent / "aside")
+            return scores
+
+    name = {"added": "model-00002.safetensors", "folder removed": ""}.get(change, "model.safetensors")
+    match = f"^{checkpoint / name}: changed during the run.*saved rows stay: bring the certified file back"
+    with pytest.raises(GenerationError, match=match) as caught:
+        run(checkpoint, prompts, open_engine=lambda model, settled: Meanwhile(), chunk_size=16)
+    assert "\n" not in str(caught.value)
+    rows = read_rows(prompts.with_name("out.jsonl"))
+    assert [row["id"] for row in rows] == [f"p{index}" for index in range(16)]
+
+
+def test_a_file_that_changes_after_the_last_rows_leaves_the_run_unfinished(checkpoint, prompts, monkeypatch):
+    """What is written through a mapping may show in the file's times only later."""
+    append = Sink.append
+
+    def late(sink, lines):
+        append(sink, lines)
+        os.utime(checkpoint / "model.safetensors", ns=(1, 1))
+
+    monkeypatch.setattr(Sink, "append", late)
+    with pytest.raises(GenerationError, match="changed during the run"):
+        run(checkpoint, prompts)
+    out = prompts.with_name("out.jsonl")
+    assert len(read_rows(out)) == 40 and not read_record(out).is_complete
 
 
 @pytest.mark.parametrize("fate", ["removed", "replaced"])
