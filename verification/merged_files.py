@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 from lora_merge.console import Progress, no_progress
@@ -20,6 +20,7 @@ from verification.errors import VerificationError
 
 WRITTEN_CHECK = "merged-files"
 _WEIGHTS = ".safetensors"
+_SHOWN = 5
 _UNREAD_FILES = re.compile(
     r"README\.md|(LICENSE|NOTICE)([-_][A-Za-z0-9_-]+)?(\.md|\.txt)?"  # for people
     r"|\.gitattributes|\.gitignore"  # for git, and every upload to the hub adds one
@@ -105,11 +106,13 @@ def manifest_findings(merged: Path, files: Mapping[str, str], *, bit_by_bit: boo
 
     Weights that changed since the merge fail, however little: they are damaged, or another checkpoint than the manifest's. Only
     where the weight audit found every tensor ``bit_by_bit`` as base and adapter make it, other bytes are the same weights, stored
-    anew. Another file that changed (a configuration, a chat template) may be meant, and is a warning.
+    anew. Another file that changed (a configuration, a chat template) may be meant, and is a warning. So is one that was added: a
+    ``chat_template.jinja`` takes the place of the template that was written, a ``special_tokens_map.json`` that of its tokens.
     """
     if not (merged / MANIFEST_FILE).is_file():
         return
     written = {name: digest for name, digest in read_manifest(merged).output.items() if counts(name)}
+    added = sorted(name for name in {*files} - {*written, MANIFEST_FILE} if not (bit_by_bit and _is_audited(name)))
     changed = sorted(name for name, digest in written.items() if files.get(name) != digest)
     anew = [name for name in changed if bit_by_bit and _is_audited(name)]
     rest = [name for name in changed if name not in anew]
@@ -123,8 +126,19 @@ def manifest_findings(merged: Path, files: Mapping[str, str], *, bit_by_bit: boo
     elif rest:
         found = f"{rest[0]} is not the file that lora-merge wrote"
         yield Check(WRITTEN_CHECK, Outcome.WARNED, f"{found}; merge again unless you changed it")
-    elif not anew:
+    elif not anew and not added:
         yield Check(WRITTEN_CHECK, Outcome.PASSED, f"all {len(written)} files are as lora-merge wrote them")
+    if added:
+        named = f"{_listed(added)} {'is' if len(added) == 1 else 'are'} not of the merge"
+        advice = "engines and tokenizers could read that; take out what is not meant"
+        yield Check(WRITTEN_CHECK, Outcome.WARNED, f"{named}; {advice}")
+
+
+def _listed(names: Sequence[str]) -> str:
+    """The first of ``names``, and how many more there are."""
+    more = len(names) - _SHOWN
+    parts = [*names[:_SHOWN], f"{more} more"] if more > 0 else names
+    return " and ".join([", ".join(parts[:-1]), parts[-1]]) if len(parts) > 1 else parts[0]
 
 
 def _is_audited(name: str) -> bool:

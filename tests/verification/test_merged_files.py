@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,10 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
+from lora_merge.merging.digests import root_digest
 from tests.verification.test_verify import certificate, outcomes, run, verify
+from verification.checks import Outcome
+from verification.merged_files import folder_files, manifest_findings
 
 
 def detail(verdict: dict[str, Any], name: str) -> str:
@@ -111,6 +115,59 @@ def test_another_file_that_changed_is_a_warning(place: Path) -> None:
     config.write_text(json.dumps({**json.loads(config.read_text()), "use_cache": True}))
     verdict = verify(place, exit_code=0)
     assert (verdict["outcome"], outcomes(verdict)["merged-files"]) == ("WARNED", "WARNED")
+
+
+@pytest.mark.parametrize(
+    ("names", "found"),
+    [
+        (["chat_template.jinja"], "chat_template.jinja is not of the merge"),
+        (["generation_config.json", "special_tokens_map.json"], "generation_config.json and special_tokens_map.json are"),
+        (
+            ["processor_config.json", "pytorch_model.bin", "sub/vocab.txt"],
+            "processor_config.json, pytorch_model.bin and sub/vocab",
+        ),
+        ([f"{letter}.py" for letter in "abcdefg"], "a.py, b.py, c.py, d.py, e.py and 2 more are not of the merge"),
+    ],
+)
+def test_a_file_that_was_added_is_a_warning_by_name(trained: Path, tmp_path: Path, names: list[str], found: str) -> None:
+    """Oracle: the names that Transformers reads. Of the merge's own files none is touched."""
+    folder = shutil.copytree(trained / "merged", tmp_path / "merged")
+    manifest = json.loads((folder / "merge_manifest.json").read_text())
+    for name in names:  # as if the merge had written none of that name
+        manifest["output"]["files"].pop(name, None)
+        (folder / name).parent.mkdir(exist_ok=True)
+        (folder / name).write_text("{}")
+    manifest["output"]["root"] = root_digest(manifest["output"]["files"])
+    (folder / "merge_manifest.json").write_text(json.dumps(manifest))
+    (check,) = manifest_findings(folder, folder_files(folder), bit_by_bit=True)
+    assert check.outcome is Outcome.WARNED and check.detail.startswith(found), check.detail
+
+
+def test_an_added_template_is_not_certified_as_passed(place: Path) -> None:
+    """It would take the place of the one in tokenizer_config.json."""
+    (place / "merged" / "special_tokens_map.json").write_text('{"bos_token": "<bos>", "eos_token": "<eos>"}')
+    verdict = verify(place, "--no-control", exit_code=0)
+    assert (verdict["outcome"], outcomes(verdict)["merged-files"]) == ("WARNED", "WARNED")
+    assert detail(verdict, "merged-files") == (
+        "special_tokens_map.json is not of the merge; engines and tokenizers could read that; take out what is not meant"
+    )
+
+
+def test_what_comes_when_a_merge_is_moved_is_no_addition(place: Path) -> None:
+    """Oracle: what git, the hub and file managers leave behind."""
+    folder = place / "merged"
+    left = (
+        ".gitattributes",
+        ".cache/huggingface/download/config.json.metadata",
+        ".git/config",
+        "LICENSE",
+        ".DS_Store",
+        "README.md",
+    )
+    for name in left:
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_text("left behind")
+    assert [check.outcome for check in manifest_findings(folder, folder_files(folder))] == [Outcome.PASSED]
 
 
 def test_what_makes_a_measurement_say_nothing_is_said_before_anything_is_scored(place: Path) -> None:
