@@ -20,6 +20,8 @@ from verification.summary import Comparison
 
 MIN_PROMPTS = 300
 """From here on the skew-corrected bound of a mean holds; with fewer prompts the guaranteed one is used."""
+_MOST_TIMES_THE_FLOOR = 2.0
+"""Flips against those of noise: a merge adds rounding of its own to either arm's arithmetic."""
 
 PASSED, WARNED, FAILED, INCONCLUSIVE = Outcome.PASSED, Outcome.WARNED, Outcome.FAILED, Outcome.INCONCLUSIVE
 
@@ -31,7 +33,12 @@ def judgements(comparison: Comparison, limits: Limits, floors: Sequence[NoiseFlo
     """The checks of merged (second) against reference (first). ``different``: (n,) False for repetitions of an earlier prompt."""
     yield _bounded_mean("mean-delta", "mean |delta|", comparison.abs_delta, 0.0, limits.max_delta, different)
     yield _bounded_mean("label-mass-loss", "mean loss of label mass", comparison.mass_loss, -1.0, limits.max_delta, different)
-    yield _flips_against_floor(comparison, floors)
+    by_argmax = [(floor, floor.flips) for floor in floors]
+    yield _flips_against_floor("flips-against-floor", "decisions flip by arg-max", comparison.argmax_flipped, by_argmax)
+    threshold = limits.skip_threshold
+    kept = [(floor, floor.flips_at(threshold)) for floor in floors]
+    at = f"texts would be kept on one side only at threshold {threshold:g}"
+    yield _flips_against_floor("kept-against-floor", at, comparison.threshold_flipped, kept)
     if limits.max_p99_delta is not None:
         yield _p99_delta(comparison.abs_delta, limits.max_p99_delta, different)
     if limits.max_abs_delta is not None:
@@ -93,18 +100,23 @@ def _how_many(values: Values, limit: float, different: Mask) -> str:
     return f"about {max(*known, MIN_PROMPTS):,} different prompts like these would settle it"
 
 
-def _flips_against_floor(comparison: Comparison, floors: Sequence[NoiseFloor]) -> Check:
-    """Warn when decisions surely flip more than twice as often as arithmetic alone may flip them."""
-    name, flips, size = "flips-against-floor", int(comparison.argmax_flipped.sum()), comparison.size
-    if not floors:
-        return Check(
-            name, WARNED, f"{flips} of {size} decisions flip, and no noise floor was measured to compare with", flips / size
-        )
-    floor = max(floors, key=lambda entry: (entry.flips / entry.prompts, entry.prompts))
-    lower, _ = statistics.rate_bounds(flips, size)
-    _, upper = statistics.rate_bounds(floor.flips, floor.prompts)
-    found = f"{flips} of {size} decisions flip; noise alone flips {floor.flips} of {floor.prompts} ({floor.source})"
-    return Check(name, WARNED if lower > 2 * upper else PASSED, found, flips / size, lower, 2 * upper)
+def _flips_against_floor(name: str, what: str, flipped: Mask, counted: Sequence[tuple[NoiseFloor, int]]) -> Check:
+    """Warn when ``flipped`` (n,) is surely more than twice as frequent as under arithmetic alone.
+
+    ``counted``: every noise floor with the flips in it. Both rates are uncertain, and the bound is of their ratio.
+    """
+    flips, size = int(flipped.sum()), flipped.size
+    found = f"{flips} of {size} {what}"
+    if not counted:
+        return Check(name, WARNED, f"{found}, and no noise floor was measured to compare with", flips / size)
+    floor, noise = max(counted, key=lambda entry: (entry[1] / entry[0].prompts, entry[0].prompts))
+    lower = statistics.rate_ratio_lower_bound(flips, size, noise, floor.prompts)
+    found = f"{found}; noise alone flips {noise} of {floor.prompts} ({floor.source})"
+    ratio = flips / size * floor.prompts / noise if noise else None
+    if lower <= _MOST_TIMES_THE_FLOOR:
+        return Check(name, PASSED, found, ratio, lower, _MOST_TIMES_THE_FLOOR)
+    reason = f"{found}: surely more than {_MOST_TIMES_THE_FLOOR:g} times as often, at least {lower:.1f} times (95 % bound)"
+    return Check(name, WARNED, reason, ratio, lower, _MOST_TIMES_THE_FLOOR)
 
 
 def _p99_delta(values: Values, limit: float, different: Mask) -> Check:

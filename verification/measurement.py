@@ -7,6 +7,7 @@ float32 arithmetic.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -19,10 +20,12 @@ from lora_merge.engines.prompts import Prompt, token_ids_sha256
 from lora_merge.engines.scores import DecisionScore
 from verification.checks import Check
 from verification.errors import Inconclusive, VerificationError
-from verification.json_readers import number, record, text, whole
+from verification.json_readers import listed, number, record, text, whole
 
 ARMS = ("reference", "merged", "base", "reference_float32", "merged_float32")
 DECISIONS = ("skip", "write", "other")
+THRESHOLDS = tuple(hundredth / 100 for hundredth in range(1, 100))
+"""Skip thresholds at which the flips of a noise floor are counted; which one generation will use is not known when it is."""
 DEQUANTIZED = "the reference against its dequantized base with the unmerged adapter"
 """The source of the noise floor that bitsandbytes' kernels make."""
 LONGEST_FIELD = 200
@@ -40,6 +43,8 @@ class NoiseFloor:
         mean_abs_delta: mean |difference of the skip probability|.
         max_abs_delta: the largest one.
         flips: prompts whose decision changed.
+        kept_flips: at each of :data:`THRESHOLDS` the prompts whose text would be kept on one side only; None where that was not
+            counted, as in files from before it was.
     """
 
     source: str
@@ -47,6 +52,7 @@ class NoiseFloor:
     mean_abs_delta: float
     max_abs_delta: float
     flips: int
+    kept_flips: tuple[int, ...] | None = None
 
     @classmethod
     def between(cls, source: str, first: Sequence[DecisionScore], second: Sequence[DecisionScore]) -> NoiseFloor:
@@ -54,11 +60,23 @@ class NoiseFloor:
         one, two = ArmArrays.of(first), ArmArrays.of(second)
         delta = np.abs(one.skip_probability - two.skip_probability)
         flips = int((one.decision != two.decision).sum())
-        return cls(source, len(first), float(delta.mean()), float(delta.max()), flips)
+        kept = tuple(int((one.kept(threshold) != two.kept(threshold)).sum()) for threshold in THRESHOLDS)
+        return cls(source, len(first), float(delta.mean()), float(delta.max()), flips, kept)
+
+    def flips_at(self, threshold: float) -> int:
+        """The prompts whose text would be kept on one side only, at the nearest counted thresholds: the larger number of the two.
+        Where they were not counted, the decisions by arg-max that changed stand for them.
+        """
+        if self.kept_flips is None:
+            return self.flips
+        place = round(threshold * 100, 6)
+        around = (min(max(int(near), 1), len(THRESHOLDS)) for near in (math.floor(place), math.ceil(place)))
+        return max(self.kept_flips[hundredth - 1] for hundredth in around)
 
     def to_json(self) -> dict[str, Any]:
-        """Every attribute by name."""
-        return dict(vars(self))
+        """Every attribute by name; ``kept_flips`` only where they were counted."""
+        counted = {} if self.kept_flips is None else {"kept_flips": list(self.kept_flips)}
+        return {**{name: getattr(self, name) for name in _FLOOR_FIELDS}, **counted}
 
     @classmethod
     def from_json(cls, value: Any, where: str) -> NoiseFloor:
@@ -67,8 +85,11 @@ class NoiseFloor:
         ``where`` names the place in the message.
         """
         floor = cls(**_FLOOR(value, where))
-        if floor.flips > floor.prompts:
-            raise VerificationError(f"{where}: {floor.flips} of {floor.prompts} prompts flip")
+        if floor.kept_flips is not None and len(floor.kept_flips) != len(THRESHOLDS):
+            raise VerificationError(f"{where}: kept_flips are {len(floor.kept_flips)} numbers, expected {len(THRESHOLDS)}")
+        most = max(floor.flips, *(floor.kept_flips or (0,)))
+        if most > floor.prompts:
+            raise VerificationError(f"{where}: {most} of {floor.prompts} prompts flip")
         if floor.mean_abs_delta > floor.max_abs_delta + _ROUNDING:
             raise VerificationError(
                 f"{where}: mean_abs_delta is {floor.mean_abs_delta:g}, above max_abs_delta {floor.max_abs_delta:g}"
@@ -76,9 +97,14 @@ class NoiseFloor:
         return floor
 
 
-_FLOOR = record(
-    {"source": text, "prompts": whole(1), "mean_abs_delta": number(0, 1), "max_abs_delta": number(0, 1), "flips": whole(0)}
-)
+_FLOOR_FIELDS = {
+    "source": text,
+    "prompts": whole(1),
+    "mean_abs_delta": number(0, 1),
+    "max_abs_delta": number(0, 1),
+    "flips": whole(0),
+}
+_FLOOR = record(_FLOOR_FIELDS, {"kept_flips": listed(whole(0))})
 _ROUNDING = 1e-9
 """The mean of equal numbers can lie above them by an ulp."""
 

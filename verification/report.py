@@ -47,7 +47,10 @@ def _headline(verdict: Verdict) -> str:
     }
     if verdict.outcome is Outcome.FAILED:
         return f": {meaning[verdict.outcome]} ({', '.join(failed)})"
-    return f": {meaning[verdict.outcome]} (limit {verdict.limits.max_delta:g} of the mean |delta| of the skip probability)"
+    drift, limits = verdict.numbers["drift"], verdict.limits
+    flips = f"{drift['argmax_flips']} of {drift['prompts']} by arg-max, {drift['threshold_flips']} at {limits.skip_threshold:g}"
+    limit = f"limit {limits.max_delta:g} of the mean |delta| of the skip probability"
+    return f": {meaning[verdict.outcome]} ({limit}; flips: {flips})"
 
 
 def _failure(failed: Sequence[str]) -> str:

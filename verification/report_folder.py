@@ -1,7 +1,7 @@
 """The report folder: ``drift.json``, ``drift.jsonl``, the certificate ``gate.intoto.json``, and ``junit.xml``.
 
-What lies there is always of one run. An earlier run's files stay until there is a new verdict to replace them. Then its certificate
-goes first and the new one comes last, so that none ever stands beside what another run measured.
+What lies there is always of one run. An earlier run's files stay until there is a new verdict to replace them. Then its
+certificate goes first and the new one comes last, so that none ever stands beside what another run measured.
 """
 
 from __future__ import annotations

@@ -146,6 +146,21 @@ def rate_bounds(hits: int, size: int, confidence: float = CONFIDENCE) -> tuple[f
     return lower, upper
 
 
+def rate_ratio_lower_bound(hits: int, size: int, other_hits: int, other_size: int, confidence: float = CONFIDENCE) -> float:
+    """One-sided lower bound of how many times as large the rate behind ``hits`` of ``size`` is as that behind ``other_hits`` of
+    ``other_size``; 0 where there is no hit at all.
+
+    Given all hits together, those of the first sample are binomial, with a share that the ratio of the two rates fixes; so the
+    uncertainty of both rates is in it, and it needs no estimate of either. Exact for rare hits, and for frequent ones on the safe
+    side: the true bound is higher. Source: J. Przyborowski, H. Wilenski, "Homogeneity of results in testing samples from Poisson
+    series", Biometrika 31 (1940) 313-323.
+    """
+    if hits == 0:
+        return 0.0
+    share, _ = rate_bounds(hits, hits + other_hits, confidence)
+    return share / (1 - share) * other_size / size
+
+
 def prompts_without_a_hit(rate: float, confidence: float = CONFIDENCE) -> int:
     """How many prompts without any hit bound their rate by ``rate`` (in (0, 1)): 299 for 1 %, 2,995 for 0.1 %."""
     return math.ceil(math.log(1 - confidence) / math.log1p(-rate))

@@ -125,6 +125,21 @@ def test_rate_bounds_are_clopper_pearsons(hits: int, size: int) -> None:
     assert statistics.rate_bounds(hits, size) == pytest.approx((interval.low, interval.high), abs=1e-12)
 
 
+@pytest.mark.parametrize(("rate", "size", "other"), [(0.002, 3200, 100), (0.01, 400, 100), (0.05, 400, 3200), (0.3, 300, 100)])
+def test_a_rate_at_twice_another_is_seldom_called_surely_more(rate: float, size: int, other: int) -> None:
+    rng = np.random.default_rng(size)
+    drawn = zip(rng.binomial(size, 2 * rate, 3000), rng.binomial(other, rate, 3000), strict=True)
+    calls = sum(statistics.rate_ratio_lower_bound(int(hits), size, int(noise), other) > 2 for hits, noise in drawn)
+    assert calls <= 0.05 * 3000
+
+
+def test_the_ratio_of_two_rates() -> None:
+    assert statistics.rate_ratio_lower_bound(0, 400, 0, 100) == 0
+    lower = statistics.rate_ratio_lower_bound(40, 400, 5, 100)
+    share = lower * 400 / (lower * 400 + 100)  # of the first sample among all hits, at that ratio
+    assert stats.binom.sf(39, 45, share) == pytest.approx(0.05)
+
+
 @pytest.mark.parametrize(("size", "rate"), [(299, 0.01), (598, 0.005), (2995, 0.001)])
 def test_prompts_without_a_flip_that_bound_the_rate(size: int, rate: float) -> None:
     assert statistics.rate_bounds(0, size)[1] < rate <= statistics.rate_bounds(0, size - 2)[1]

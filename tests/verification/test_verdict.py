@@ -206,15 +206,62 @@ def test_without_a_noise_floor_nothing_is_concluded() -> None:
     assert check(judge(_with_floors(ordinary(), ()), Limits(0.02)), "noise-floor").outcome is INCONCLUSIVE
 
 
-def test_flips_beyond_twice_the_floor_warn() -> None:
+@pytest.mark.parametrize("floor", [QUIET_FLOOR, NoiseFloor("noise", 100, 0.001, 0.01, 0)])
+def test_flips_surely_beyond_twice_the_floor_warn(floor: NoiseFloor) -> None:
+    """Oracle: at twice the floor's rate, a flip is of the n prompts, not of the floor's m, with probability 2n / (2n + m)."""
     size = 1000
-    # The largest number of flips whose lower bound is not yet above twice the upper bound of 1 in 400.
-    twice = 2 * stats.beta.ppf(0.95, 2, 399)
-    most = max(flips for flips in range(1, 100) if stats.beta.ppf(0.05, flips, size - flips + 1) <= twice)
+    share = 2 * size / (2 * size + floor.prompts)
+    most = max(flips for flips in range(1, 200) if stats.binom.sf(flips - 1, flips + floor.flips, share) > 0.05)
     for flips, outcome in ((most, PASSED), (most + 1, WARNED)):
-        verdict = judge(_with_flips(size, flips), Limits(0.02))
+        verdict = judge(_with_floors(_with_flips(size, flips), (floor,)), Limits(0.02))
         assert check(verdict, "flips-against-floor").outcome is outcome
+        assert check(verdict, "kept-against-floor").outcome is outcome, "the same prompts, the same threshold"
         assert verdict.outcome is outcome
+
+
+def test_eight_percent_flips_do_not_pass_for_noise_that_flipped_none_of_100() -> None:
+    verdict = judge(_with_floors(_with_flips(400, 32), (NoiseFloor("noise", 100, 0.001, 0.01, 0),)), Limits(0.02))
+    assert check(verdict, "mean-delta").outcome is PASSED
+    found = check(verdict, "flips-against-floor")
+    assert (found.outcome, found.value) == (WARNED, None)
+    assert found.detail.startswith(
+        "32 of 400 decisions flip by arg-max; noise alone flips 0 of 100 (noise): surely more than 2 times"
+    )
+
+
+def test_texts_that_only_one_side_would_keep_warn_although_no_decision_flips() -> None:
+    """Half of the prompts cross 0.4, which is the rule of generation; the floor counts what noise does there."""
+    reference = np.where(np.arange(400) % 2, 0.405, 0.95)
+    merged = np.where(np.arange(400) % 2, 0.395, 0.95)
+    source = measurements({"reference": scores(reference), "merged": scores(merged), "base": scores(1 - reference)})
+    still = NoiseFloor.between("still", scores(reference[:100]), scores(reference[:100]))
+    noisy = NoiseFloor.between("noisy", scores(reference[:100]), scores(merged[:100]))
+    for floor, threshold, outcome in ((still, 0.4, WARNED), (noisy, 0.4, PASSED), (still, 0.5, PASSED)):
+        verdict = judge(_with_floors(source, (floor,)), Limits(0.02, skip_threshold=threshold))
+        assert check(verdict, "flips-against-floor").outcome is PASSED
+        assert check(verdict, "kept-against-floor").outcome is verdict.outcome is outcome
+        flips = f"flips: 0 of 400 by arg-max, {0 if threshold == 0.5 else 200} at {threshold:g})"
+        assert next(render(verdict))[0].endswith(flips)
+
+
+def test_flips_of_a_floor_at_a_threshold() -> None:
+    """At the hundredths around it, and by arg-max where a file from before does not say."""
+    floor = NoiseFloor.between("noise", scores([0.405, 0.312, 0.2]), scores([0.395, 0.288, 0.2]))
+    assert floor.kept_flips is not None and [at for at, flips in enumerate(floor.kept_flips, start=1) if flips] == [
+        29,
+        30,
+        31,
+        40,
+    ]
+    found = [floor.flips_at(at) for at in (0, 0.285, 0.29, 0.315, 0.32, 0.4, 0.403, 0.41, 1)]
+    assert found == [0, 1, 1, 1, 0, 1, 1, 0, 0]
+    assert dataclasses.replace(floor, kept_flips=None, flips=7).flips_at(0.4) == 7
+    assert NoiseFloor.from_json(floor.to_json(), "floor") == floor
+    before = {name: value for name, value in floor.to_json().items() if name != "kept_flips"}
+    assert NoiseFloor.from_json(before, "floor").to_json() == before
+    for broken, said in (([0] * 98, "are 98 numbers, expected 99"), ([4] + [0] * 98, "4 of 3 prompts flip")):
+        with pytest.raises(VerificationError, match=said):
+            NoiseFloor.from_json({**before, "kept_flips": broken}, "floor")
 
 
 def test_an_argmax_outside_the_labels_is_a_flip() -> None:
@@ -446,7 +493,7 @@ def _with_flips(size: int, flips: int) -> Measurements:
 
 def test_the_headline_names_what_failed_and_no_limit_that_was_kept() -> None:
     """A weight that is not as planned, and a limit other than the usual one: 0.02 has nothing to do with either."""
-    kept = "(limit 0.02 of the mean |delta| of the skip probability)"
+    kept = "(limit 0.02 of the mean |delta| of the skip probability; flips: 0 of 400 by arg-max, 0 at 0.5)"
     about_files = dataclasses.replace(ordinary().conditions, findings=(Check("weights", FAILED, "3 of 12 tensors differ"),))
     for verdict, headline in (
         (judge(ordinary(), Limits(0.02)), f"PASSED: the merged checkpoint decides as its QLoRA reference did {kept}"),
