@@ -7,6 +7,7 @@ Without a certificate a run is possible when it is asked for; it is then not gat
 from __future__ import annotations
 
 import hashlib
+import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -30,16 +31,18 @@ class Gate:
     """An open gate.
 
     Attributes:
-        model: the checkpoint's folder.
+        model: the checkpoint's folder, links followed: a link that is switched later leads nobody elsewhere.
         root: its root digest.
         certificate: what allowed the run; None when it is not gated.
         stamps: size, modification and change time and inode of each file when its digest was taken.
+        place: inode and change time of the folder itself.
     """
 
     model: Path
     root: str
     certificate: CheckedCertificate | None
     stamps: Mapping[str, tuple[int, ...]]
+    place: tuple[int, int]
 
     @property
     def is_gated(self) -> bool:
@@ -66,8 +69,14 @@ class Gate:
         return self.certificate.check_use(engine=engine, labels=labels, prefill=prefill)
 
     def check_loaded(self) -> None:
-        """Make sure that no file changed between the moment it was hashed and the moment the engine had read it."""
-        self._check_files("changed while the run was starting; start again when nobody writes there")
+        """Make sure that no file changed between the moment it was hashed and the moment the engine had read it.
+
+        Nor the folder: one that is renamed away and back, with another in its place meanwhile, has another change time.
+        """
+        problem = "while the run was starting; start again when nobody writes there"
+        self._check_files(f"changed {problem}")
+        if folder_stamp(self.model) != self.place:
+            raise GenerationError(f"{self.model}: the folder was moved, or something in it came or went, {problem}")
 
     def check_unchanged(self) -> None:
         """Make sure that no file has changed since: before rows are saved, and at the end.
@@ -117,9 +126,10 @@ def open_gate(model: Path, options: GateOptions, progress: Progress = no_progres
     """
     if reason := no_checkpoint(model):
         raise GenerationError(f"model {reason}")
-    stamps = file_stamps(model)
+    folder = _without_links(model)
+    place, stamps = folder_stamp(folder), file_stamps(folder)
     if options.allow_ungated:
-        return Gate(model, _root(folder_files(model, progress)), None, stamps)
+        return Gate(folder, _root(folder_files(folder, progress)), None, stamps, place)
     path, *others = (Path(options.certificate),) if options.certificate is not None else certificate_places(model)
     beside = "".join(
         f"; {other}, beside the folder that {model} leads to, was not looked at" for other in others if other.exists()
@@ -135,11 +145,11 @@ def open_gate(model: Path, options: GateOptions, progress: Progress = no_progres
         accept_warnings=options.accept_warnings,
     )
     try:
-        checked = check_certificate(model, path, policy, progress)
+        checked = check_certificate(folder, path, policy, progress)
     except VerificationError as error:
         raise VerificationError(f"{error}{beside}") from error
     _engine_kind(checked)
-    return Gate(model, checked.root, checked, stamps)
+    return Gate(folder, checked.root, checked, stamps, place)
 
 
 def file_stamps(folder: Path) -> dict[str, tuple[int, ...]]:
@@ -159,6 +169,21 @@ def file_stamps(folder: Path) -> dict[str, tuple[int, ...]]:
     except OSError as error:
         raise GenerationError(f"{error.filename or folder}: cannot be read: {error.strerror or error}") from error
     return stamps
+
+
+def folder_stamp(folder: Path) -> tuple[int, int]:
+    """Inode and change time (ns) of ``folder`` itself; :class:`GenerationError` when it cannot be looked at."""
+    try:
+        found = folder.stat()
+    except OSError as error:
+        raise GenerationError(f"{folder}: cannot be read: {error.strerror or error}") from error
+    return found.st_ino, found.st_ctime_ns
+
+
+def _without_links(folder: Path) -> Path:
+    """The folder that ``folder`` leads to; ``folder`` as it was written where no link is in its way."""
+    resolved = folder.resolve()
+    return folder if Path(os.path.abspath(folder)) == resolved else resolved
 
 
 def folder_bytes(folder: Path) -> int:

@@ -258,6 +258,37 @@ def test_a_file_that_changes_while_the_model_loads_stops_the_run(checkpoint, pro
     assert not prompts.with_name("out.jsonl").exists()
 
 
+def test_another_folder_in_its_place_while_the_model_loads_stops_the_run(checkpoint, prompts):
+    """Afterwards every file is the one that was hashed, with the times that it had."""
+
+    def swapping(model, settled):
+        model.rename(model.parent / "aside")
+        shutil.copytree(model.parent / "aside", model)
+        engine = open_fake(model, settled)
+        model.rename(model.parent / "other")
+        (model.parent / "aside").rename(model)
+        return engine
+
+    with pytest.raises(GenerationError, match=f"^{checkpoint}: the folder was moved, or something in it came or went, while"):
+        run(checkpoint, prompts, open_engine=swapping)
+    assert not prompts.with_name("out.jsonl").exists()
+
+
+def test_a_link_that_is_switched_while_the_model_loads_leads_nobody_elsewhere(checkpoint, link, prompts):
+    """As a deployment does it; back again, nothing would tell of it."""
+    opened = []
+
+    def switching(model, settled):
+        (checkpoint.parent / "latest").unlink()
+        (checkpoint.parent / "latest").symlink_to("elsewhere")
+        opened.append(model)
+        return open_fake(model, settled)
+
+    result = run(link, prompts, open_engine=switching)
+    assert opened == [checkpoint]
+    assert result.record.model["path"] == str(checkpoint)
+
+
 @pytest.mark.parametrize("change", ["written into", "replaced", "removed", "added", "folder removed"])
 def test_a_file_that_changes_during_the_run_ends_it_before_the_next_rows_are_saved(checkpoint, prompts, change):
     """In Transformers on a CPU the weights stay memory-mapped: what is written into the file decides from then on."""
