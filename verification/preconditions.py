@@ -26,8 +26,9 @@ def preconditions(measurements: Measurements, limits: Limits) -> Iterator[Check]
     yield _label_mass(measurements)
     yield _spread(measurements, limits.max_delta)
     yield _noise_floor(measurements, limits.max_delta)
-    yield _control(measurements, limits)
-    yield from _accuracy(measurements)
+    control = _control(measurements, limits)
+    yield control
+    yield from _accuracy(measurements, moved=control.outcome is PASSED)
 
 
 def non_finite(measurements: Measurements) -> Check | None:
@@ -111,8 +112,12 @@ def _control(measurements: Measurements, limits: Limits) -> Check:
     return Check("control", INCONCLUSIVE, reason, moved, None, limit)
 
 
-def _accuracy(measurements: Measurements) -> Iterator[Check]:
-    """Where the right answers are known, the reference must know more of them than the bare base."""
+def _accuracy(measurements: Measurements, *, moved: bool) -> Iterator[Check]:
+    """Where the right answers are known, the reference should know more of them than the bare base.
+
+    ``moved``: whether the adapter is shown to move the base. Then it is there, and a reference that is not surely worse than the
+    base may be of an adapter that was trained for something else than these answers, which the base has right already.
+    """
     found = summary.accuracies(measurements)
     if found is None:
         yield from _unusable_answers(measurements)
@@ -125,9 +130,21 @@ def _accuracy(measurements: Measurements) -> Iterator[Check]:
     )
     if reference > base:
         yield Check("accuracy", PASSED, detail, reference, None, base)
+    elif moved and not _surely_worse(measurements):
+        reason = f"{detail}; the reference knows no more than the bare base, so this does not show that it is the right one"
+        yield Check("accuracy", WARNED, reason, reference, None, base)
     else:
         reason = f"{detail}; the reference is no better than the bare base: wrong adapter, base, tokenizer or prompts?"
         yield Check("accuracy", INCONCLUSIVE, reason, reference, None, base)
+
+
+def _surely_worse(measurements: Measurements) -> bool:
+    """Whether, of the prompts that just one of the two has right, the bare base surely has more (sign test, 95 %)."""
+    rows = measurements.rows_with("reference", "merged", "base")
+    right = {arm: summary.right_answers(measurements, rows, arm) for arm in ("reference", "base")}
+    lost = int((right["base"] & ~right["reference"]).sum())
+    gained = int((right["reference"] & ~right["base"]).sum())
+    return lost + gained > 0 and statistics.rate_bounds(lost, lost + gained)[0] > 0.5
 
 
 def _unusable_answers(measurements: Measurements) -> Iterator[Check]:

@@ -170,10 +170,14 @@ def accuracies(measurements: Measurements) -> dict[str, Any] | None:
     """
     arms = [arm for arm in ("reference", "merged", "base") if measurements.has(arm)]
     rows = measurements.rows_with(*arms)
-    labels = measurements.conditions.labels
-    meaning = {labels.skip.text: "skip", labels.write.text: "write"}
-    expected = [meaning.get(value) if isinstance(value := row.fields.get("expected"), str) else None for row in rows]
-    if not rows or None in expected:
+    labels = (measurements.conditions.labels.skip.text, measurements.conditions.labels.write.text)
+    if not rows or any(row.fields.get("expected") not in labels for row in rows):
         return None
-    right = {arm: sum(row.scores[arm].decision == want for row, want in zip(rows, expected, strict=True)) for arm in arms}
-    return {"prompts": len(rows), **{arm: count / len(rows) for arm, count in right.items()}}
+    return {"prompts": len(rows), **{arm: float(right_answers(measurements, rows, arm).mean()) for arm in arms}}
+
+
+def right_answers(measurements: Measurements, rows: Sequence[Measurement], arm: str) -> NDArray[np.bool_]:
+    """(n,) whether the decision of ``arm`` is the one whose label stands in the field ``expected`` of each of ``rows``."""
+    labels = measurements.conditions.labels
+    meaning = {"skip": labels.skip.text, "write": labels.write.text}
+    return np.array([meaning.get(row.scores[arm].decision) == row.fields["expected"] for row in rows], dtype=np.bool_)

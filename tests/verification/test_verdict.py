@@ -301,14 +301,37 @@ def test_without_a_control_it_is_a_warning() -> None:
     assert check(verdict, "control").outcome is WARNED
 
 
-def test_a_reference_no_better_than_the_bare_base_is_inconclusive() -> None:
-    source = ordinary()
-    right = ["skip" if row.scores["reference"].decision == "skip" else "write" for row in source.rows]
-    half = [answer if index % 2 else ("write" if answer == "skip" else "skip") for index, answer in enumerate(right)]
-    assert judge(_with_expected(source, right), Limits(0.02)).outcome is PASSED
-    verdict = judge(_with_expected(source, half), Limits(0.02))
-    assert verdict.outcome is INCONCLUSIVE
-    assert "reference 0.500, merged 0.500, bare base 0.500" in verdict.reasons[0]
+@pytest.mark.parametrize(
+    ("lost", "gained", "outcome"),
+    [
+        (0, 1, PASSED),
+        (0, 0, WARNED),
+        (10, 10, WARNED),
+        (14, 6, WARNED),
+        (15, 5, INCONCLUSIVE),
+        (5, 0, INCONCLUSIVE),
+        (4, 0, WARNED),
+    ],
+)
+def test_a_reference_that_knows_no_more_than_the_bare_base(lost: int, gained: int, outcome: Outcome) -> None:
+    """All other prompts both sides answer right. Oracle: 14 or more heads of 20 come in 5.8 % of all cases, 5 of 5 in 3.1 %."""
+    assert stats.binom.sf(13, 20, 0.5) > 0.05 > stats.binom.sf(4, 5, 0.5)
+    reference = np.where(np.arange(400) % 2, 0.9, 0.1)
+    base = np.abs(reference - 0.2)  # the adapter moves it, and no decision
+    base[: lost + gained] = 1 - base[: lost + gained]
+    source = measurements({"reference": scores(reference), "merged": scores(reference), "base": scores(base)})
+    answers = ["skip" if (index % 2 == 1) != (index < lost) else "write" for index in range(400)]
+    verdict = judge(_with_expected(source, answers), Limits(0.02))
+    assert check(verdict, "control").outcome is PASSED
+    assert check(verdict, "accuracy").outcome is verdict.outcome is outcome
+
+
+def test_a_base_that_knows_as_much_and_is_not_moved_is_inconclusive() -> None:
+    reference = np.where(np.arange(400) % 2, 0.9, 0.1)
+    source = measurements({arm: scores(reference) for arm in ("reference", "merged", "base")})
+    verdict = judge(_with_expected(source, ["skip" if index % 2 else "write" for index in range(400)]), Limits(0.02))
+    assert {check(verdict, name).outcome for name in ("control", "accuracy")} == {INCONCLUSIVE}
+    assert "reference 1.000, merged 1.000, bare base 1.000" in check(verdict, "accuracy").detail
 
 
 @pytest.mark.parametrize(
