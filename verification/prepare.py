@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from lora_merge.engines.labels import DecisionLabels, resolve_labels
-from lora_merge.engines.model_files import load_tokenizer, max_positions
+from lora_merge.engines.model_files import load_tokenizer, max_positions, vocabulary_rows
 from lora_merge.engines.prompts import DEFAULT_PREFILL, Prompt, read_prompt_rows, token_ids_digest, tokenize
 from lora_merge.merging.checkpoint import weights_elsewhere
 from lora_merge.merging.tokenizer_files import TEMPLATE, choose_tokenizer
@@ -71,14 +71,20 @@ def prepare(
     """Tokenize the prompt file with the merged checkpoint's tokenizer, and make sure that every arm reads the same ids.
 
     Raises:
-        EngineError: a prompt is malformed, too long, or has no single BOS where the tokenizer wants one; a label is no single
-            token after the prefill.
+        EngineError: a prompt is malformed, too long, holds a token that the model has no row for, or has no single BOS where the
+            tokenizer wants one; a label is no single token after the prefill.
         Inconclusive: the reference was given other ids, prompts, labels or another prefill.
     """
     tokenizer = load_tokenizer(merged, trust_remote_code=trust_remote_code)
     prefill = _agreed("prefill", options.prefill, None if reference is None else reference.prefill, DEFAULT_PREFILL)
     limit = max_positions(merged)
-    made = tokenize(read_prompt_rows(Path(prompts)), tokenizer, prefill=prefill, max_length=None if limit is None else limit - 1)
+    made = tokenize(
+        read_prompt_rows(Path(prompts)),
+        tokenizer,
+        prefill=prefill,
+        max_length=None if limit is None else limit - 1,
+        vocabulary=vocabulary_rows(merged),
+    )
     known = None if reference is None else reference.labels
     labels = resolve_labels(
         tokenizer,

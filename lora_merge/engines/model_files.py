@@ -1,10 +1,11 @@
-"""What an engine reads from a checkpoint's small files: tokenizer, positions, end-of-sequence ids, library versions."""
+"""What an engine reads of a checkpoint without loading it: tokenizer, positions, embedding rows, end ids, library versions."""
 
 from __future__ import annotations
 
+import contextlib
 import importlib.metadata
 import json
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -12,6 +13,15 @@ from lora_merge.engines.errors import EngineError
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
+
+_EMBEDDINGS = (
+    "embed_tokens.weight",  # most
+    "wte.weight",  # GPT-2, MPT
+    "word_embeddings.weight",  # Bloom, Falcon
+    "embed_in.weight",  # GPT-NeoX
+    "tok_embeddings.weight",  # InternLM2
+)
+"""Last parts of the input embedding's name in a checkpoint's files."""
 
 
 def load_tokenizer(path: str | Path, *, revision: str | None = None, trust_remote_code: bool = False) -> PreTrainedTokenizerBase:
@@ -29,10 +39,36 @@ def load_tokenizer(path: str | Path, *, revision: str | None = None, trust_remot
 
 def max_positions(folder: str | Path) -> int | None:
     """Most tokens, prompt and answer together, that the checkpoint in ``folder`` has positions for; None when it does not say."""
+    return _stated(folder, "max_position_embeddings", "n_positions", "max_sequence_length")
+
+
+def vocabulary_rows(folder: str | Path) -> int | None:
+    """Rows of the input embedding of the checkpoint in ``folder``: token ids from this number on mean nothing to the model.
+
+    A tokenizer may know more tokens than that (and most know fewer). Of the embedding tensor in the safetensors files, read from
+    their headers; where there is none, or several of different sizes, what config.json says of the text model; None when it says
+    nothing.
+    """
+    sizes = {shape[0] for name, shape in _shapes(Path(folder)) if name.endswith(_EMBEDDINGS) and len(shape) == 2}
+    return sizes.pop() if len(sizes) == 1 else _stated(folder, "vocab_size")
+
+
+def _shapes(folder: Path) -> Iterator[tuple[str, tuple[int, ...]]]:
+    """Every tensor of the safetensors files, by name with its shape; a file that cannot be read is for whoever loads it."""
+    from safetensors import SafetensorError, safe_open
+
+    for path in sorted(folder.glob("*.safetensors")):
+        with contextlib.suppress(OSError, SafetensorError), safe_open(path, framework="pt") as file:
+            for name in file.keys():  # noqa: SIM118, no dictionary
+                yield name, tuple(file.get_slice(name).get_shape())
+
+
+def _stated(folder: str | Path, *names: str) -> int | None:
+    """The first of ``names`` that config.json gives a number, for the text model before the whole; None where it gives none."""
     config = _read_json(Path(folder) / "config.json")
     text_config = config.get("text_config")
     for part in (text_config if isinstance(text_config, dict) else {}, config):
-        for name in ("max_position_embeddings", "n_positions", "max_sequence_length"):
+        for name in names:
             if isinstance(part.get(name), int):
                 return int(part[name])
     return None

@@ -32,6 +32,7 @@ __all__ = [
     "BadRow",
     "Prompt",
     "PromptRow",
+    "check_ids",
     "decode_continuation",
     "encode",
     "iter_prompt_rows",
@@ -83,6 +84,7 @@ def tokenize(
     *,
     prefill: str = DEFAULT_PREFILL,
     max_length: int | None = None,
+    vocabulary: int | None = None,
     bos: bool | None = None,
 ) -> list[Prompt]:
     """``rows`` as prompts; the first that is no good raises :class:`EngineError` with its id and the reason.
@@ -90,7 +92,7 @@ def tokenize(
     Arguments as in :func:`tokenize_rows`.
     """
     prompts = []
-    for item in tokenize_rows(rows, tokenizer, prefill=prefill, max_length=max_length, bos=bos):
+    for item in tokenize_rows(rows, tokenizer, prefill=prefill, max_length=max_length, vocabulary=vocabulary, bos=bos):
         if isinstance(item, BadRow):
             raise EngineError(f"prompt {item.id!r} (line {item.line}): {item.reason}")
         prompts.append(item)
@@ -103,15 +105,17 @@ def tokenize_rows(
     *,
     prefill: str = DEFAULT_PREFILL,
     max_length: int | None = None,
+    vocabulary: int | None = None,
     bos: bool | None = None,
 ) -> Iterator[Prompt | BadRow]:
     """Each row as a prompt, or as a bad row with the reason; bad rows pass through. Order is kept and memory is bounded.
 
     ``prefill``: appended to ``prompt`` and after the chat template of ``messages``. ``max_length``: most tokens a prompt may
-    have, so the model's positions less what will be written. ``bos``: whether every prompt must have exactly one BOS, at its
-    beginning; None asks :func:`wants_bos`.
+    have, so the model's positions less what will be written. ``vocabulary``: rows of the model's embedding
+    (:func:`~lora_merge.engines.model_files.vocabulary_rows`), which the tokenizer may know more tokens than. ``bos``:
+    whether every prompt must have exactly one BOS, at its beginning; None asks :func:`wants_bos`.
     """
-    encoder = _Encoder(tokenizer, prefill, max_length, wants_bos(tokenizer) if bos is None else bos)
+    encoder = _Encoder(tokenizer, prefill, max_length, vocabulary, wants_bos(tokenizer) if bos is None else bos)
     iterator = iter(rows)
     while chunk := list(itertools.islice(iterator, _CHUNK)):
         yield from encoder.encode_chunk(chunk)
@@ -154,6 +158,24 @@ def decode_continuation(tokenizer: PreTrainedTokenizerBase, prompt_ids: Sequence
     return str(tokenizer.decode(list(new_ids), skip_special_tokens=True))
 
 
+def check_ids(prompts: Iterable[Prompt], vocabulary: int | None) -> None:
+    """Refuse an id that the model has no row for, before an engine sees it: ``vocabulary`` is how many it has, None unknown.
+
+    In Transformers it would be an IndexError, and on CUDA the end of the process; vLLM takes a row that no checkpoint has.
+
+    Raises:
+        EngineError: naming the first such prompt.
+    """
+    if vocabulary is None:
+        return
+    for prompt in prompts:
+        highest = max(prompt.token_ids)
+        if highest >= vocabulary:
+            raise EngineError(
+                f"prompt {prompt.id!r} has token {highest}; the model has {vocabulary}, counted from 0: another tokenizer's ids"
+            )
+
+
 def token_ids_sha256(prompt: Prompt) -> str:
     """Hex SHA-256 over the prompt's ids as little-endian unsigned 32-bit integers."""
     return hashlib.sha256(struct.pack(f"<{len(prompt.token_ids)}I", *prompt.token_ids)).hexdigest()
@@ -174,6 +196,7 @@ class _Encoder:
     tokenizer: PreTrainedTokenizerBase
     prefill: str
     max_length: int | None
+    vocabulary: int | None
     bos: bool
 
     def encode_chunk(self, rows: Sequence[PromptRow | BadRow]) -> Iterator[Prompt | BadRow]:
@@ -224,7 +247,8 @@ class _Encoder:
         bos = self.tokenizer.bos_token_id
         if self.bos and row.prompt is not None and bos is not None and list(ids[:1]) != [bos]:
             ids = [bos, *ids]
-        reason = self._bos_problem(ids) or self._length_problem(ids) or (None if text else self._foreign_ids_problem(ids))
+        reason = self._bos_problem(ids) or self._length_problem(ids)
+        reason = reason or (None if text else self._foreign_ids_problem(ids)) or self._row_problem(ids)
         return _bad(row, reason) if reason else Prompt(row.id, tuple(ids), row.fields, text, row.line)
 
     def _bos_problem(self, ids: Sequence[int]) -> str | None:
@@ -243,6 +267,15 @@ class _Encoder:
         if self.max_length is not None and len(ids) > self.max_length:
             return f"it has {len(ids)} tokens; the model has room for {self.max_length}"
         return None
+
+    def _row_problem(self, ids: Sequence[int]) -> str | None:
+        if self.vocabulary is None or max(ids, default=0) < self.vocabulary:
+            return None
+        token = next(token for token in ids if token >= self.vocabulary)
+        return (
+            f"it holds token {token} ({self.tokenizer.convert_ids_to_tokens(token)!r}), which the model has no row for: its "
+            f"embedding has {self.vocabulary}, counted from 0"
+        )
 
     def _foreign_ids_problem(self, ids: Sequence[int]) -> str | None:
         """What is wrong with ids that came ready-made: outside the vocabulary, or not ending where the decision is read."""

@@ -26,7 +26,7 @@ from lora_merge.engines.labels import DecisionLabels
 from lora_merge.engines.live_model import LiveModel, SharedPrefix, unwrapped
 from lora_merge.engines.loading import load_adapter, load_causal_model, resolve_device
 from lora_merge.engines.model_files import id_union, library_versions, load_tokenizer
-from lora_merge.engines.prompts import Prompt, decode_continuation
+from lora_merge.engines.prompts import Prompt, check_ids, decode_continuation
 from lora_merge.engines.protocol import Completion, GenerationLimits
 from lora_merge.engines.scores import DecisionScore
 
@@ -207,7 +207,7 @@ class TransformersEngine:
     ) -> list[DecisionScore]:
         """See :class:`~lora_merge.engines.protocol.Engine`; the normalizer over the vocabulary is summed in float64."""
         model = self._live()
-        _check_ids(prompts, model.vocabulary)
+        check_ids(prompts, model.vocabulary)
         scores: list[DecisionScore | None] = [None] * len(prompts)
         prefix = SharedPrefix(model)
         shared = common_prefix_length(prompts) if self.share_prefix else 0
@@ -239,7 +239,7 @@ class TransformersEngine:
         model, tokenizer = self._live(), self.tokenizer
         if tokenizer is None:
             raise EngineError("generate needs a tokenizer to decode with; give one to TransformersEngine.from_model")
-        _check_ids(prompts, model.vocabulary)
+        check_ids(prompts, model.vocabulary)
         stop_ids = frozenset(self._end_ids) | frozenset(limits.stop_token_ids)
         make_batches = sorted_batches if model.has_plain_cache else equal_length_batches
         completions: list[Completion | None] = [None] * len(prompts)
@@ -300,18 +300,6 @@ class TransformersEngine:
 def usual_batches(device: str) -> tuple[int, int]:
     """Prompts that are decided and texts that are written at once on a device, unless the user says otherwise."""
     return (GPU_BATCH, GPU_BATCH) if resolve_device(device).type == "cuda" else (SCORE_BATCH, WRITE_BATCH)
-
-
-def _check_ids(prompts: Sequence[Prompt], vocabulary: int | None) -> None:
-    """An id without an embedding would be an IndexError, and on CUDA the end of the process."""
-    if vocabulary is None:
-        return
-    for prompt in prompts:
-        highest = max(prompt.token_ids)
-        if highest >= vocabulary:
-            raise EngineError(
-                f"prompt {prompt.id!r} has token {highest}; the model has {vocabulary}, counted from 0: another tokenizer's ids"
-            )
 
 
 def _at_most(asked: int, fit: int | None) -> int:

@@ -18,7 +18,7 @@ from lora_merge.console import Progress, no_progress, quiet_standard_error
 from lora_merge.engines.errors import EngineError
 from lora_merge.engines.labels import DecisionLabels
 from lora_merge.engines.model_files import end_ids, library_versions, load_tokenizer, max_positions, sliding_window
-from lora_merge.engines.prompts import Prompt, decode_continuation
+from lora_merge.engines.prompts import Prompt, check_ids, decode_continuation
 from lora_merge.engines.protocol import Completion, FinishReason, GenerationLimits
 from lora_merge.engines.scores import DecisionScore
 from lora_merge.engines.vllm_settings import (
@@ -211,6 +211,7 @@ class VllmEngine:
 
         llm = self._live()
         limit = llm.llm_engine.vllm_config.model_config.max_model_len
+        check_ids(prompts, llm.llm_engine.vllm_config.model_config.get_vocab_size())
         parameters = SamplingParams(**settings)
         results: list[tuple[Prompt, Any]] = []
         for prompt in prompts:

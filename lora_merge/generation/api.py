@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from lora_merge.engines.labels import resolve_labels
-from lora_merge.engines.model_files import load_tokenizer, max_positions
+from lora_merge.engines.model_files import load_tokenizer, max_positions, vocabulary_rows
 from lora_merge.engines.protocol import Engine, GenerationLimits
 from lora_merge.errors import no_file
 from lora_merge.generation.chunk import Job
@@ -102,7 +102,7 @@ def generate_gated(
         spool = stack.enter_context(PromptSpool(target.parent))
         aside = stack.enter_context(contextlib.closing(PendingFile(quarantine_path(target))))
         tokenizer = load_tokenizer(gate.model)
-        intake = _take_in(tokenizer, _room(gate.model, options), Path(prompts), options, settled, spool, aside, phases)
+        intake = _take_in(gate.model, tokenizer, Path(prompts), options, settled, spool, aside, phases)
         if earlier is None:
             intake.set_aside()  # to be looked at, also where it is too much
         else:
@@ -153,8 +153,8 @@ def standing(gate: Gate) -> str:
 
 
 def _take_in(
+    model: Path,
     tokenizer: PreTrainedTokenizerBase,
-    room: int | None,
     prompts: Path,
     options: GenerateOptions,
     settled: Settled,
@@ -162,7 +162,8 @@ def _take_in(
     aside: PendingFile,
     phases: Phases,
 ) -> Intake:
-    """Tokenize and check every prompt; ``room``: most tokens that one may have."""
+    """Tokenize every prompt and check that the ``model`` can take it."""
+    room, rows = _room(model, options), vocabulary_rows(model)
     with phases.tokenize.running():
         scanned = scan(prompts)
         phases.tokenize.expect(scanned.lines)
@@ -173,6 +174,7 @@ def _take_in(
             aside=aside,
             prefill=settled.prefill,
             max_length=room,
+            vocabulary=rows,
             chunk_size=settled.chunk_size,
             shard=options.shard,
             progress=phases.tokenize.advance,

@@ -105,6 +105,7 @@ def take_in(
     aside: PendingFile,
     prefill: str,
     max_length: int | None,
+    vocabulary: int | None,
     chunk_size: int,
     shard: Shard,
     progress: Progress = no_progress,
@@ -112,7 +113,7 @@ def take_in(
     """Take in the prompt file that :func:`scan` has looked at.
 
     ``spool`` and ``aside`` get a line each accepted prompt and each bad row. ``max_length``: most tokens of a prompt.
-    ``progress`` is told of lines.
+    ``vocabulary``: rows of the model's embedding. ``progress`` is told of lines.
 
     Raises:
         GenerationError: the file holds no rows at all, is another than before, or the quarantine cannot be written.
@@ -120,7 +121,7 @@ def take_in(
     """
     tally, bytes_read = _Tally(), hashlib.sha256()
     rows = iter_prompt_rows(prompts.path, bytes_read.update)
-    for item in tokenize_rows(rows, tokenizer, prefill=prefill, max_length=max_length):
+    for item in tokenize_rows(rows, tokenizer, prefill=prefill, max_length=max_length, vocabulary=vocabulary):
         line = spool_line(item) if isinstance(item, Prompt) else _aside_line(item)
         mine = shard.takes(tally.accepted // chunk_size)
         tally.add(item, line)

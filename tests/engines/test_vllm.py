@@ -180,6 +180,12 @@ def test_a_prompt_without_room_is_refused_before_anything_runs(vllm, labels):
         vllm.score([Prompt("long", (2,) + (5,) * 127)], labels)
 
 
+def test_a_token_without_a_row_is_refused(vllm, labels):
+    """vLLM pads its embedding to a multiple of 64 rows, and would take one that no checkpoint has."""
+    with pytest.raises(EngineError, match="prompt 'strange' has token 420; the model has 420, counted from 0"):
+        vllm.score([Prompt("strange", (2, 420))], labels)
+
+
 def test_it_says_what_it_is(vllm):
     assert isinstance(vllm, Engine)
     described = vllm.describe()

@@ -307,6 +307,8 @@ def test_only_distinct_prompts_are_taken_and_enough_of_them(tmp_path):
     assert [prompt.id for prompt in taken] == [f"p{number}" for number in range(8)]
     with pytest.raises(GenerationError, match="holds 10 distinct prompts; --num-prompts asks for 11"):
         api.distinct_prompts(path, make_tokenizer(), api.BenchOptions(11), None)
+    with pytest.raises(GenerationError, match=r"line 1: it holds token .* its embedding has 3, counted from 0"):
+        api.distinct_prompts(path, make_tokenizer(), api.BenchOptions(8), None, vocabulary=3)
     write_lines(path, [rows[0], b"{"])
     with pytest.raises(GenerationError, match="line 2: broken JSON"):
         api.distinct_prompts(path, make_tokenizer(), api.BenchOptions(2), None)

@@ -27,7 +27,7 @@ def tokenizer():
     return make_tokenizer()
 
 
-def take(path, tokenizer, tmp_path, *, scanned=None, shard=None, chunk_size=8, max_length=60, **rest):
+def take(path, tokenizer, tmp_path, *, scanned=None, shard=None, chunk_size=8, max_length=60, vocabulary=None, **rest):
     spool = PromptSpool(tmp_path)
     with closing(PendingFile(tmp_path / "aside.jsonl")) as aside:
         intake = take_in(
@@ -37,6 +37,7 @@ def take(path, tokenizer, tmp_path, *, scanned=None, shard=None, chunk_size=8, m
             aside=aside,
             prefill=PREFILL,
             max_length=max_length,
+            vocabulary=vocabulary,
             chunk_size=chunk_size,
             shard=shard or Shard(),
             **rest,
@@ -216,3 +217,28 @@ def test_a_spooled_line_is_ascii_json(tmp_path):
 def test_an_unreadable_prompt_file_is_one_line(tmp_path, tokenizer):
     with pytest.raises((GenerationError, EngineError), match="Is a directory"):
         take(tmp_path, tokenizer, tmp_path)
+
+
+def test_a_prompt_with_a_token_that_the_model_has_no_row_for_is_set_aside_whatever_it_comes_as(tmp_path):
+    """A tokenizer that knows one token more than the model: prompts with it are set aside, those with the one before are not."""
+    tokenizer = make_tokenizer()
+    known = len(tokenizer)
+    tokenizer.add_special_tokens({"additional_special_tokens": ["<image>"]})
+    assert tokenizer.convert_tokens_to_ids("<image>") == known
+    ready = encode(tokenizer, PREFILL)
+    rows = [
+        {"id": "text", "prompt": "leek <image> tofu"},
+        {"id": "chat", "messages": [{"role": "user", "content": "<image>"}]},
+        {"id": "ids", "prompt_token_ids": [2, known, *ready]},
+        {"id": "last", "prompt_token_ids": [2, known - 1, *ready]},
+        {"id": "none", "prompt": "leek"},
+    ]
+    path = write_lines(tmp_path / "prompts.jsonl", rows)
+    intake = take(path, tokenizer, tmp_path, vocabulary=known)
+    assert [prompt.id for prompt in spooled(intake)] == ["last", "none"]
+    aside = read_rows(tmp_path / "aside.jsonl")
+    assert [(row["id"], row["text"]) for row in aside] == [(row["id"], json.dumps(row)) for row in rows[:3]]
+    reason = f"it holds token {known} ('<image>'), which the model has no row for: its embedding has {known}, counted from 0"
+    assert {row["reason"] for row in aside} == {reason}
+    assert intake.troubles[0].lines == 3
+    assert len(spooled(take(path, tokenizer, tmp_path))) == 5

@@ -18,7 +18,7 @@ from lora_merge.engines.transformers_engine import TransformersEngine
 from lora_merge.generation.answers import read_answer
 from lora_merge.generation.api import generate_gated
 from lora_merge.generation.errors import GenerationError
-from lora_merge.generation.options import EngineOptions, GenerateOptions
+from lora_merge.generation.options import EngineOptions, GateOptions, GenerateOptions
 from lora_merge.generation.phases import Phases
 from lora_merge.generation.record import quarantine_path, read_record
 from lora_merge.generation.shards import Shard
@@ -254,3 +254,18 @@ def test_the_engine_is_opened_for_the_prompts_and_the_device(
     assert seen[0].longest == longest + 1 + TOKENS
     assert seen[0].hf_options() == {"batch_size": expected[0], "write_batch_size": expected[1]}
     assert seen[0].vllm_options()["longest"] == seen[0].longest
+
+
+def test_a_prompt_that_the_model_cannot_embed_is_set_aside_and_the_others_get_their_rows(checkpoint, tmp_path):
+    """One in the middle of the second chunk, whose token the tokenizer knows and the model does not."""
+    tokenizer = load_tokenizer(checkpoint)
+    tokenizer.add_special_tokens({"additional_special_tokens": [f"<image {number}>" for number in range(420)]})
+    tokenizer.save_pretrained(checkpoint)
+    rows = make_prompts(20)
+    rows[12]["prompt"] += tokenizer.convert_ids_to_tokens(420)
+    path = write_lines(tmp_path / "p.jsonl", rows)
+    gate = GateOptions(allow_ungated=True)
+    result = generate(checkpoint, path, tmp_path / "r.jsonl", chunk_size=8, gate=gate, max_quarantine=0.05)
+    assert [row["id"] for row in read_rows(result.out)] == [row["id"] for row in rows if row is not rows[12]]
+    (aside,) = read_rows(quarantine_path(result.out))
+    assert aside["line"] == 13 and "token 420 ('<image " in aside["reason"]

@@ -128,7 +128,7 @@ def bench_engines(
     place = machine()
     runner = Runner(target, place, resume=options.resume, verbose=verbose, say=say)
     tokenizer = _tokenizer(model)
-    work = distinct_prompts(Path(prompts), tokenizer, options, _room(model, options))
+    work = distinct_prompts(Path(prompts), tokenizer, options, _room(model, options), _vocabulary(model))
     labels = resolve_labels(tokenizer, work, prefill=options.prefill, skip=options.skip_label, write=options.write_label)
     base = _base_task(Path(model), target, work, labels, options)
     results: dict[str, ArmResult] = {}
@@ -182,13 +182,19 @@ def chosen_arms(names: Sequence[str] | None, say: Say = lambda text: None) -> li
 
 
 def distinct_prompts(
-    path: Path, tokenizer: PreTrainedTokenizerBase, options: BenchOptions, max_length: int | None
+    path: Path,
+    tokenizer: PreTrainedTokenizerBase,
+    options: BenchOptions,
+    max_length: int | None,
+    vocabulary: int | None = None,
 ) -> list[Prompt]:
     """The first ``options.num_prompts`` prompts of ``path`` whose token ids are distinct.
 
     A repeated prompt would flatter a prefix cache.
     """
-    rows = tokenize_rows(iter_prompt_rows(path), tokenizer, prefill=options.prefill, max_length=max_length)
+    rows = tokenize_rows(
+        iter_prompt_rows(path), tokenizer, prefill=options.prefill, max_length=max_length, vocabulary=vocabulary
+    )
     found: dict[tuple[int, ...], Prompt] = {}
     for row in rows:
         if not isinstance(row, Prompt):
@@ -210,6 +216,12 @@ def _room(model: str | os.PathLike[str], options: BenchOptions) -> int | None:
 
     limits = [limit for limit in (max_positions(os.fspath(model)), options.engine.max_model_len) if limit is not None]
     return min(limits) - 1 - options.max_tokens if limits else None
+
+
+def _vocabulary(model: str | os.PathLike[str]) -> int | None:
+    from lora_merge.engines.model_files import vocabulary_rows
+
+    return vocabulary_rows(os.fspath(model))
 
 
 def _base_task(model: Path, folder: Path, work: Sequence[Prompt], labels: DecisionLabels, options: BenchOptions) -> Task:
