@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 from collections.abc import Iterator, Mapping, Sequence
@@ -20,6 +21,8 @@ from verification.errors import VerificationError
 
 WRITTEN_CHECK = "merged-files"
 _WEIGHTS = ".safetensors"
+_INDEX = re.compile(r"\.index\.([^/]*\.)?json$")
+"""The index of weights in several files, in whichever format, and of a variant (``model.safetensors.index.fp16.json``)."""
 _SHOWN = 5
 _UNREAD_FILES = re.compile(
     r"README\.md|(LICENSE|NOTICE)([-_][A-Za-z0-9_-]+)?(\.md|\.txt)?"  # for people
@@ -58,15 +61,37 @@ def file_names(folder: str | os.PathLike[str]) -> list[str]:
     """The names of the files in ``folder`` that count (:func:`counts`), relative to it, with ``/``, sorted.
 
     Raises:
-        VerificationError: it is no checkpoint, as far as its names tell, something in it cannot be read, or there is a link to a
-            folder, whose files nothing would vouch for.
+        VerificationError: it is no checkpoint, as far as its names tell, something in it cannot be read, there is a link to a
+            folder, or an index names a file that is not among them: nothing would vouch for what an engine reads there.
     """
     if reason := no_checkpoint(folder):
         raise VerificationError(reason)
     try:
-        return sorted(_names_below(Path(folder), ""))
+        names = sorted(_names_below(Path(folder), ""))
+        for name in filter(_INDEX.search, names):
+            _check_index(Path(folder), name)
+        return names
     except OSError as error:
         raise VerificationError(f"{error.filename or folder}: cannot be read: {error.strerror or error}") from error
+
+
+def _check_index(folder: Path, name: str) -> None:
+    """Make sure that the index ``name`` sends whoever loads the weights to files beside it, and to such as count.
+
+    Transformers joins what stands there to the folder's path, however it leads on from there.
+    """
+    try:
+        index = json.loads((folder / name).read_text(encoding="utf-8"))
+    except (ValueError, RecursionError) as error:
+        raise VerificationError(f"{folder / name}: the index cannot be read: {error}") from error
+    places = index.get("weight_map") if isinstance(index, dict) else None
+    beside = name.rpartition("/")[0]
+    for tensor, file in places.items() if isinstance(places, dict) else ():  # nothing can be loaded by another
+        if not isinstance(file, str) or not file or "/" in file or not counts(f"{beside}/{file}" if beside else file):
+            raise VerificationError(
+                f"{folder / name}: tensor {tensor!r} lies in {file!r}; expected the plain name of a file of weights beside the "
+                "index, since nothing vouches for other places; save the weights again as one checkpoint"
+            )
 
 
 def counts(name: str) -> bool:

@@ -20,7 +20,7 @@ from tests.verification.test_verify import certificate, outcomes, verify
 from verification.checks import Outcome
 from verification.errors import VerificationError
 from verification.gate import check_certificate
-from verification.merged_files import folder_files
+from verification.merged_files import file_names, folder_files
 
 UNREAD = (
     "README.md",
@@ -179,6 +179,40 @@ def test_what_differs_is_said_in_the_right_number(case: Case, names: list[str], 
         put(case.folder, name, b"others")
     with pytest.raises(VerificationError, match=re.escape(found)):
         case.check()
+
+
+INDEXES = ("model.safetensors.index.json", "pytorch_model.bin.index.json", "model.safetensors.index.fp16.json")
+
+
+@pytest.mark.parametrize("index", INDEXES)
+@pytest.mark.parametrize(
+    "place",
+    [
+        *("../w.safetensors", ".cache/huggingface/download/w.safetensors", "..v/w.safetensors", ".git/w.safetensors"),
+        *("sub/w.safetensors", "/w.safetensors", "./w.safetensors", "README.md", "", ["w.safetensors"], 5),
+    ],
+)
+def test_an_index_that_leads_elsewhere_is_refused_where_files_are_listed(case: Case, index: str, place: object) -> None:
+    """Transformers would read the weights there, and no digest would be of them."""
+    put(case.folder, index, json.dumps({"weight_map": {"a.weight": "model.safetensors", "b.weight": place}}).encode())
+    found = re.escape(f"{case.folder / index}: tensor 'b.weight' lies in {place!r}; expected the plain name")
+    for listing in (file_names, folder_files):
+        with pytest.raises(VerificationError, match=found):
+            listing(case.folder)
+
+
+def test_an_index_beside_its_weights_is_listed_with_them(case: Case) -> None:
+    for prefix in ("", "2_Dense/"):
+        put(case.folder, f"{prefix}model-00001-of-00001.safetensors", b"weights")
+        put(case.folder, f"{prefix}{INDEXES[0]}", b'{"weight_map": {"a.weight": "model-00001-of-00001.safetensors"}}')
+    assert {f"2_Dense/{INDEXES[0]}", INDEXES[0], "2_Dense/model-00001-of-00001.safetensors"} < {*folder_files(case.folder)}
+
+
+@pytest.mark.parametrize("content", [b"{", b'{"weight_map": "\xff"}', b"[" * 100_000])
+def test_an_index_that_cannot_be_read_is_refused(case: Case, content: bytes) -> None:
+    put(case.folder, INDEXES[0], content)
+    with pytest.raises(VerificationError, match=r"index\.json: the index cannot be read"):
+        folder_files(case.folder)
 
 
 def test_what_is_missing_is_said_in_the_right_number(case: Case) -> None:
