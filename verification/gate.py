@@ -21,6 +21,9 @@ from verification.limits import DEFAULT_MAX_DELTA, Limits
 from verification.merged_files import counts, folder_files
 from verification.strict_json import canonical
 
+_MAKE_ANOTHER_MODEL = {"adapter": None, "quantization": None, "hf_overrides": None, "kv_cache_dtype": "auto"}
+"""Engine settings that make the checkpoint another function, and what they are where a description does not have them."""
+
 RECIPE_CHECK = "recipe-provenance"
 """The name of the check that warns of an assumed recipe; the one warning with a consent of its own."""
 
@@ -73,7 +76,8 @@ class CheckedCertificate:
         """Make sure that a run reads the decision as it was measured; returns the differences that do not forbid it.
 
         ``engine``: the running engine's ``describe()``. Another kind or dtype, other labels or another prefill is another
-        measurement. Other versions, another device and other settings are told.
+        measurement, and so are an adapter on top, another quantization and a configuration that is overridden. Other versions,
+        another device and other settings are told.
 
         Raises:
             VerificationError: what differs forbids the run.
@@ -90,6 +94,14 @@ class CheckedCertificate:
                 raise VerificationError(
                     f"certificate {self.path}: was measured with {name} {_plain(value)}, this run has {_plain(running[name])}; "
                     f"verify again with what generation uses"
+                )
+        before, now = (described.get("settings") or {} for described in (self.engine, engine))
+        for name, usual in _MAKE_ANOTHER_MODEL.items():
+            if canonical(before.get(name, usual)) != canonical(now.get(name, usual)):
+                was, found = _plain(before.get(name, usual)), _plain(now.get(name, usual))
+                raise VerificationError(
+                    f"certificate {self.path}: the checkpoint was measured with {name} {was}, the engine has {found}, which makes "
+                    "it another model; open the checkpoint as it was certified"
                 )
         return tuple(_differences(self.engine, engine))
 
@@ -141,6 +153,11 @@ def check_certificate(
         labels = DecisionLabels.from_json(statement.bound["decision"]["labels"])
     except EngineError as error:
         raise VerificationError(f"{what}: {error}") from error
+    for part in ("versions", "settings"):
+        if not isinstance(statement.bound["engine"].get(part) or {}, Mapping):
+            raise VerificationError(
+                f"{what}: {part} of the engine is {statement.bound['engine'][part]!r}, expected names and values"
+            )
     prefill = statement.bound["decision"]["prefill"]
     if not isinstance(prefill, str):
         raise VerificationError(f"{what}: prefill is {prefill!r}, expected a string")

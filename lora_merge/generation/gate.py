@@ -60,10 +60,20 @@ class Gate:
         return None if self.certificate is None else str(self.certificate.engine.get("dtype"))
 
     def check_use(self, engine: Mapping[str, Any], labels: DecisionLabels, prefill: str) -> tuple[str, ...]:
-        """Refuse to read the decision in another way than was certified; returns lesser differences.
+        """Refuse to read the decision in another way than was certified, or of another checkpoint; returns lesser differences.
 
-        ``engine``: the ``describe()`` of the engine that is to run.
+        ``engine``: the ``describe()`` of the engine that is to run. Gated or not, the results are said to be of the folder that
+        was hashed.
+
+        Raises:
+            GenerationError: the engine says that it runs another folder's checkpoint.
+            VerificationError: what differs forbids the run.
         """
+        runs = (engine.get("settings") or {}).get("model", str(self.model))
+        if Path(str(runs)).resolve() != self.model.resolve():
+            raise GenerationError(
+                f"{self.model}: the engine runs {runs}, which is not the checkpoint that was checked; load this one"
+            )
         if self.certificate is None:
             return ()
         return self.certificate.check_use(engine=engine, labels=labels, prefill=prefill)

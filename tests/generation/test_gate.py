@@ -11,6 +11,8 @@ import subprocess
 import pytest
 
 from lora_merge.engines.labels import DecisionLabels, Label
+from lora_merge.engines.model_files import load_tokenizer
+from lora_merge.engines.transformers_engine import TransformersEngine
 from lora_merge.errors import UserError
 from lora_merge.generation.api import check_gate, generate_gated
 from lora_merge.generation.errors import GenerationError, NoCertificate
@@ -201,6 +203,45 @@ def test_an_engine_that_turns_out_to_be_another_writes_nothing(checkpoint, promp
         run(checkpoint, prompts, open_engine=lambda model, settled: opened.append(Bfloat16()) or opened[0])
     assert opened[0].is_closed and not opened[0].scored
     assert not prompts.with_name("out.jsonl").exists()
+
+
+@pytest.mark.parametrize("gate", [GateOptions(), GateOptions(allow_ungated=True)])
+def test_an_engine_of_another_folder_runs_nothing(checkpoint, prompts, tmp_path, gate):
+    """From Python, ``open_engine`` may load whatever it likes. Real engines, which say what they loaded."""
+    other = make_checkpoint(tmp_path / "other")
+    for elsewhere in (
+        lambda model, settled: TransformersEngine.from_checkpoint(other, dtype="float32", device="cpu"),
+        lambda model, settled: TransformersEngine.from_model(
+            TransformersEngine.from_checkpoint(model, device="cpu")._live().module, load_tokenizer(model)
+        ),
+    ):
+        with pytest.raises(GenerationError, match=rf"^{checkpoint}: the engine runs ({other}|in memory), which is not the"):
+            run(checkpoint, prompts, open_engine=elsewhere, gate=gate, engine=EngineOptions("hf"))
+    assert not prompts.with_name("out.jsonl").exists()
+
+
+def test_an_engine_with_an_adapter_on_top_runs_nothing(checkpoint, prompts, tmp_path):
+    from peft import LoraConfig, get_peft_model
+
+    bare = TransformersEngine.from_checkpoint(checkpoint, device="cpu")._live().module
+    get_peft_model(bare, LoraConfig(target_modules=["q_proj"], r=2)).save_pretrained(tmp_path / "adapter")
+
+    def with_adapter(model, settled):
+        return TransformersEngine.from_checkpoint(model, adapter=tmp_path / "adapter", device="cpu")
+
+    with pytest.raises(VerificationError, match=f"measured with adapter None, the engine has '{tmp_path / 'adapter'}'"):
+        run(checkpoint, prompts, open_engine=with_adapter)
+    assert not prompts.with_name("out.jsonl").exists()
+
+
+def test_the_engine_of_the_folder_runs_under_any_of_its_names(checkpoint, prompts, monkeypatch):
+    monkeypatch.chdir(checkpoint.parent)
+    opened = run(
+        checkpoint,
+        prompts,
+        open_engine=lambda model, settled: TransformersEngine.from_checkpoint(model.name, dtype="float32", device="cpu"),
+    )
+    assert opened.record.engine["settings"]["model"] == checkpoint.name
 
 
 def test_lesser_differences_are_said(checkpoint, prompts):

@@ -38,6 +38,7 @@ from verification.gate import CheckedCertificate, Policy, certificate_path, chec
 from verification.limits import Limits
 from verification.measurement import Measurements
 from verification.merged_files import folder_files
+from verification.strict_json import canonical
 from verification.verdict import judge
 
 FILES = {"config.json": b'{"model_type": "llama"}', "model.safetensors": b"weights", "tokenizer/vocab.json": b"{}"}
@@ -460,12 +461,31 @@ def test_a_run_like_the_measurement_is_allowed(case: Case) -> None:
         ({"engine": {**ENGINE, "dtype": "float16"}}, "dtype 'bfloat16', this run has 'float16'"),
         ({"labels": DecisionLabels(Label("skip", 11), Label("keep", 23))}, r"labels 'skip' \(11\) and 'write' \(22\)"),
         ({"prefill": ""}, "prefill"),
+        (
+            {"engine": {**ENGINE, "settings": {"adapter": "/tmp/adapter"}}},
+            "adapter None, the engine has '/tmp/adapter', which makes it",
+        ),
+        ({"engine": {**ENGINE, "settings": {"quantization": {"load_in_4bit": True}}}}, "measured with quantization None"),
+        ({"engine": {**ENGINE, "settings": {"quantization": "fp8"}}}, "quantization None, the engine has 'fp8'"),
+        ({"engine": {**ENGINE, "settings": {"kv_cache_dtype": "fp8"}}}, "kv_cache_dtype 'auto', the engine has 'fp8'"),
+        ({"engine": {**ENGINE, "settings": {"hf_overrides": "{'num_hidden_layers': 1}"}}}, "hf_overrides None"),
     ],
 )
 def test_a_run_unlike_the_measurement_is_denied(case: Case, change: dict[str, Any], message: str) -> None:
     usual: dict[str, Any] = {"engine": ENGINE, "labels": LABELS, "prefill": '{"decision": "'}
     with pytest.raises(VerificationError, match=message):
         case.check().check_use(**{**usual, **change})
+
+
+@pytest.mark.parametrize("part", ["versions", "settings"])
+def test_an_engine_that_is_described_otherwise_is_denied(case: Case, part: str) -> None:
+    statement = json.loads(case.certificate.read_text())
+    bound = next(item for item in statement["predicate"]["configuration"] if item["name"] == "engine")
+    bound["annotations"][part] = ["a list"]
+    bound["digest"]["sha256"] = hashlib.sha256(canonical(bound["annotations"]).encode()).hexdigest()
+    case.certificate.write_text(json.dumps(statement))
+    with pytest.raises(VerificationError, match=rf"{part} of the engine is \['a list'\], expected names and values"):
+        case.check()
 
 
 def test_smaller_differences_are_told(case: Case) -> None:
