@@ -100,8 +100,8 @@ class CheckedCertificate:
             if canonical(before.get(name, usual)) != canonical(now.get(name, usual)):
                 was, found = _plain(before.get(name, usual)), _plain(now.get(name, usual))
                 raise VerificationError(
-                    f"certificate {self.path}: the checkpoint was measured with {name} {was}, the engine has {found}, which makes "
-                    "it another model; open the checkpoint as it was certified"
+                    f"certificate {self.path}: the checkpoint was measured with {name} {was}, the engine has {found}, "
+                    "which makes it another model; open the checkpoint as it was certified"
                 )
         return tuple(_differences(self.engine, engine))
 
@@ -240,11 +240,13 @@ def _counted(names: Sequence[str], one: str, more: str) -> str:
 
 
 def _differences(certified: Mapping[str, Any], running: Mapping[str, Any]) -> list[str]:
-    """What else differs between two engine descriptions; where the model lies does not count."""
+    """What else differs between two engine descriptions. Where the model lies does not count, nor which dtype vLLM was asked for,
+    which earlier versions told: the one that was used is compared on its own.
+    """
     found = []
     for part in ("versions", "settings"):
         before, now = (dict(described.get(part) or {}) for described in (certified, running))
-        for name in sorted((set(before) | set(now)) - {"model", "adapter"}):
+        for name in sorted((set(before) | set(now)) - {"model", "adapter", "dtype"}):
             if canonical(before.get(name)) != canonical(now.get(name)):
                 found.append(f"{name} was {_plain(before.get(name))}, is {_plain(now.get(name))}")
     if certified.get("device") != running.get("device"):

@@ -6,6 +6,7 @@ Oracle of the digests: hashlib over the files themselves. Oracle of the signatur
 from __future__ import annotations
 
 import base64
+import dataclasses
 import hashlib
 import json
 import os
@@ -59,8 +60,6 @@ class Case:
     def certify(
         self, limits: Limits | None = None, sign_key: Path | None = None, findings: tuple[Check, ...] = (), drift: float = 0.008
     ) -> None:
-        import dataclasses
-
         files = {name: hashlib.sha256(content).hexdigest() for name, content in FILES.items()}
         source = ordinary(drift=drift)
         about = dataclasses.replace(source.conditions, merged_files=files, merged_root=root_digest(files), findings=findings)
@@ -486,6 +485,16 @@ def test_an_engine_that_is_described_otherwise_is_denied(case: Case, part: str) 
     case.certificate.write_text(json.dumps(statement))
     with pytest.raises(VerificationError, match=rf"{part} of the engine is \['a list'\], expected names and values"):
         case.check()
+
+
+def test_what_was_asked_for_is_no_difference_where_the_same_is_used(case: Case) -> None:
+    """A dtype of auto, of a bfloat16 checkpoint, is bfloat16."""
+    certified = dataclasses.replace(case.check(), engine={**ENGINE, "settings": {"dtype": "auto", "seed": 0}})
+    for settings in ({"seed": 0}, {"dtype": "bfloat16", "seed": 0, "adapter": None, "environment": None}):
+        assert certified.check_use(engine={**ENGINE, "settings": settings}, labels=LABELS, prefill='{"decision": "') == ()
+    moved = {"seed": 0, "environment": {"VLLM_CPU_ATTN_SPLIT_KV": False}}
+    told = certified.check_use(engine={**ENGINE, "settings": moved}, labels=LABELS, prefill='{"decision": "')
+    assert told == ("environment was None, is {'VLLM_CPU_ATTN_SPLIT_KV': False}",)
 
 
 def test_smaller_differences_are_told(case: Case) -> None:
