@@ -24,6 +24,7 @@ from verification.dequantized import dequantized_floor, score_dequantized
 from verification.errors import Inconclusive
 from verification.measurement import NoiseFloor
 from verification.prepare import Prepared
+from verification.recipe_checks import other_setting
 from verification.reference import score_reference
 from verification.reference_file import Reference, write_reference
 from verification.sampling import SAMPLE, sample_of
@@ -122,7 +123,7 @@ def live_reference(
     with stages.stage("QLoRA reference", rounds * len(prompts) + 3 * len(sample)) as progress:
         model: Any = load_causal_model(
             base,
-            dtype="bfloat16",
+            dtype=sources.live_dtype,
             device=resolve_device(options.device),
             trust_remote_code=options.trust_remote_code,
             bnb_config=sources.bnb_config(),
@@ -184,6 +185,7 @@ def control_arm(prepared: Prepared, sources: Sources, options: EngineOptions, st
         if sources.recipe is None and not sources.prequantized:
             engine = TransformersEngine.from_checkpoint(sources.base.path, **settings)
         else:
+            settings["dtype"] = sources.live_dtype
             engine = TransformersEngine.from_quantized(sources.base.path, None, sources.bnb_config(), **settings)
         with contextlib.closing(engine):
             scores = engine.score(sample, prepared.labels, progress=progress)
@@ -261,9 +263,14 @@ def _small_batches(
 
 
 def _check_quantized_modules(model: Any, recipe: QuantRecipe | None) -> None:
-    """A recipe that was read from live layers names them; a fresh load must quantize the same."""
+    """A recipe that was read from live layers names them; a fresh load must quantize the same, and in the same way."""
     wanted = None if recipe is None else recipe.quantized_modules
     live = recipe_of(model)
+    if recipe is not None and live is not None and (wrong := other_setting(recipe, live)):
+        raise Inconclusive(
+            f"the reference's layers have {wrong} {getattr(live, wrong)}, its recipe says {getattr(recipe, wrong)}: record a "
+            "reference at training instead"
+        )
     if wanted is None or live is None or has_patterns(wanted):
         return
     expected, found = ({neutral(name) for name in names} for names in (wanted, live.quantized_modules or ()))

@@ -12,22 +12,38 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from lora_merge.merging.errors import MergeError
 from lora_merge.merging.manifest import MergeManifest
 from lora_merge.merging.modules import has_patterns
 from lora_merge.merging.names import neutral
 from lora_merge.merging.plan import ORIGINAL_WEIGHTS
 from lora_merge.merging.quantization import ASSUMED, RECIPE_FIELDS, WEIGHT_SETTINGS, QuantRecipe
-from lora_merge.merging.recipes import find_recipe, recipe_of_config
+from lora_merge.merging.recipes import find_recipe, read_recipe, recipe_of_config
 from verification.checks import IF_TRAINED_IN_4BIT, MERGE_AGAIN, Check, Outcome
 from verification.gate import RECIPE_CHECK
 
-_MODULES = "quantized_modules"
+_MODULES, _SKIPPED = "quantized_modules", "skip_modules"
 WARNED, INCONCLUSIVE = Outcome.WARNED, Outcome.INCONCLUSIVE
 
 
-def recorded_recipe(adapter: Path, named_base: str | None) -> QuantRecipe:
-    """What was recorded beside the adapter, on purpose or in passing; settings that nothing tells have their origin assumed."""
-    return find_recipe({}, None, {}, adapter, named_base)
+def recorded_recipe(
+    adapter: Path, named_base: str | None, base_config: Mapping[str, Any], *, settled: bool
+) -> QuantRecipe | None:
+    """What was recorded beside the adapter, on purpose or in passing; settings that nothing tells have their origin assumed.
+
+    Args:
+        base_config: of a base that is stored quantized only a record is asked: what trainers leave says less than the base.
+        settled: whether somebody who knows better, or the user, has settled the recipe; then leftovers that contradict each
+            other tell nothing (None), instead of being an error.
+    """
+    if base_config.get("quantization_config"):
+        return read_recipe(adapter)
+    try:
+        return find_recipe({}, None, {}, adapter, named_base)
+    except MergeError:
+        if settled:
+            return None
+        raise
 
 
 def live_recipe(
@@ -48,8 +64,9 @@ def live_recipe(
     if found.assumed:
         found = found if manifest is None or manifest.recipe is None else _completed(found, manifest.recipe)
         return found, "assumed" if found.assumed else "manifest"
-    recorded = recorded_recipe(adapter, named_base)
-    return found, "flags" if recorded.assumed or contradiction(recorded, found) else "adapter"
+    recorded = recorded_recipe(adapter, named_base, base_config, settled=True)
+    vouched = recorded is not None and not recorded.assumed and contradiction(recorded, found) is None
+    return found, "adapter" if vouched else "flags"
 
 
 def _completed(found: QuantRecipe, merged: QuantRecipe) -> QuantRecipe:
@@ -65,6 +82,7 @@ def recipe_findings(
     """Who vouches for the reference's recipe, and whether the record beside the adapter and the merge agree with it."""
     yield _provenance(recipe, origin, recorded)
     if origin == "base":
+        yield from _stored_findings(recipe, recorded)
         return
     if recipe is None:
         yield from _unquantized_findings(recorded, manifest)
@@ -107,6 +125,20 @@ def _provenance(recipe: QuantRecipe | None, origin: str, recorded: QuantRecipe |
     return Check(RECIPE_CHECK, Outcome.PASSED, f"the reference's recipe ({described}) comes from {told[origin]}")
 
 
+def _stored_findings(recipe: QuantRecipe | None, recorded: QuantRecipe | None) -> Iterator[Check]:
+    """A base that is stored quantized in another way than the record of the training says."""
+    if recipe is None and recorded is not None:
+        reason = f"{recorded.source} says that the adapter was trained through {recorded.describe()}; the base is stored in 8 bit"
+        yield Check("recipe-agreement", INCONCLUSIVE, reason)
+    if recipe is None or recorded is None:
+        return
+    told = (name for name in _known(recorded) if name in _known(recipe) and _differs(name, recorded, recipe))
+    if wrong := next(told, None):
+        here, there = _shown(wrong, recorded, recipe)
+        reason = f"{recorded.origins[wrong]} says {wrong} {here}, the base is stored with {there}: one is wrong"
+        yield Check("recipe-agreement", INCONCLUSIVE, reason)
+
+
 def _in_part(recipe: QuantRecipe | None) -> str:
     """Which settings are the usual QLoRA ones for want of anybody who tells them."""
     known = _known(recipe)
@@ -135,7 +167,14 @@ def _known(recipe: QuantRecipe | None) -> list[str]:
 def contradiction(recorded: QuantRecipe, other: QuantRecipe) -> str | None:
     """The first setting that was recorded and is another in ``other``: which layers were quantized is one as well."""
     wrong = next((name for name in _known(recorded) if _differs(name, recorded, other)), None)
-    return _MODULES if wrong is None and _other_modules(recorded, other) else wrong
+    if wrong is None and _other_modules(recorded, other):
+        return _MODULES
+    return _SKIPPED if wrong is None and _other_skipped(recorded, other) else wrong
+
+
+def other_setting(recipe: QuantRecipe, live: QuantRecipe) -> str | None:
+    """The first setting that somebody told and live layers have otherwise."""
+    return next((name for name in _known(recipe) if _differs(name, recipe, live)), None)
 
 
 def _differs(name: str, first: QuantRecipe, second: QuantRecipe) -> bool:
@@ -150,14 +189,21 @@ def _other_modules(recorded: QuantRecipe, other: QuantRecipe) -> bool:
     return {neutral(name) for name in told} != {neutral(name) for name in other.quantized_modules or ()}
 
 
+def _other_skipped(recorded: QuantRecipe, other: QuantRecipe) -> bool:
+    """Whether ``other`` leaves out other modules than the record says, where neither names the ones that were quantized."""
+    if recorded.origins.get(_SKIPPED, ASSUMED) == ASSUMED or recorded.quantized_modules or other.quantized_modules:
+        return False
+    return set(recorded.skip_modules or ()) != set(other.skip_modules or ())
+
+
 def _shown(name: str, recorded: QuantRecipe, other: QuantRecipe) -> tuple[str, str]:
     """A setting in both, in words; of long lists how many there are and what only one of them has."""
-    if name != _MODULES:
+    if name not in (_MODULES, _SKIPPED):
         return str(getattr(recorded, name)), str(getattr(other, name))
-    first, second = (set(recipe.quantized_modules or ()) for recipe in (recorded, other))
+    first, second = (set(getattr(recipe, name) or ()) for recipe in (recorded, other))
 
     def only(names: set[str], others: set[str]) -> str:
         rest = sorted(names - others)
-        return f"({len(names)} layers{f', {rest[0]} among them' if rest else ''})"
+        return f"({len(names)} names{f', {rest[0]} among them' if rest else ''})"
 
     return only(first, second), only(second, first)

@@ -19,7 +19,7 @@ from lora_merge.merging.digests import adapter_digests, adapter_identity, file_d
 from lora_merge.merging.folders import ModelFolder, read_json, resolve_folder
 from lora_merge.merging.manifest import MergeManifest, read_manifest
 from lora_merge.merging.model_names import commit_of, model_name, same_model, says_little
-from lora_merge.merging.quantization import RECIPE_FIELDS, QuantRecipe
+from lora_merge.merging.quantization import RECIPE_FIELDS, WEIGHT_SETTINGS, QuantRecipe
 from lora_merge.merging.recipes import resemblance
 from lora_merge.merging.side_files import MANIFEST_FILE
 from verification.checks import Check, Outcome
@@ -28,6 +28,10 @@ from verification.recipe_checks import live_recipe, recipe_findings, recorded_re
 from verification.reference_file import Reference
 
 PASSED, WARNED, INCONCLUSIVE = Outcome.PASSED, Outcome.WARNED, Outcome.INCONCLUSIVE
+
+
+_MARKERS = {"base": "config.json", "adapter": "adapter_config.json"}
+"""The file by which a folder is known to be what it is taken for."""
 
 
 @dataclass(frozen=True)
@@ -79,6 +83,11 @@ class Sources:
             raise Inconclusive("the reference has no quantization recipe: nothing to load the base by")
         return self.recipe.bnb_config()
 
+    @property
+    def live_dtype(self) -> str:
+        """The type in which the base is loaded: the one it was quantized in, which its other weights had in training too."""
+        return "bfloat16" if self.recipe is None else self.recipe.quant_dtype
+
     def merge_options(self, *, dtype: str | None, trust_remote_code: bool) -> MergeOptions:
         """What merges base and adapter into the very function that the reference is, in ``dtype``."""
         recipe = {}
@@ -110,7 +119,8 @@ def find_sources(merged: Path, options: SourceOptions, reference: Reference | No
     adapter = _folder("adapter", options.adapter, None, manifest, needed=reference is None)
     base_config = read_json(base.path / "config.json", "the base's configuration") if base is not None else {}
     named_base = None if adapter is None else _adapter_config(adapter).get("base_model_name_or_path")
-    recorded = None if adapter is None else recorded_recipe(adapter.path, named_base)
+    settled = reference is not None or options.quant_config is not None or set(WEIGHT_SETTINGS) <= set(options.recipe)
+    recorded = None if adapter is None else recorded_recipe(adapter.path, named_base, base_config, settled=settled)
     if reference is not None:
         recipe, origin = reference.recipe, reference.recipe_origin
     else:
@@ -137,8 +147,13 @@ def _folder(
             raise Inconclusive(f"nothing says which {role} was merged: the checkpoint has no {MANIFEST_FILE}; give --{role}")
         return None
     location, commit = getattr(manifest, role).location
-    if not needed and commit is None and not Path(location).is_dir():
-        return None
+    if commit is None and not (Path(location) / _MARKERS[role]).is_file():
+        if not needed:
+            return None
+        raise Inconclusive(
+            f"{role} {location}: no {_MARKERS[role]} is there, where {MANIFEST_FILE} says that it was; give --{role} where it "
+            "lies now"
+        )
     return resolve_folder(location, role, commit)
 
 
@@ -254,6 +269,11 @@ class _Known:
     def is_same(self, other: _Known) -> bool:
         return dict(self.files) == dict(other.files) or (self.identity is not None and self.identity == other.identity)
 
+    def difference(self, other: _Known) -> str:
+        """Which of the files differ, in words."""
+        files = sorted({*self.files, *other.files})
+        return f"by {' and '.join(name for name in files if self.files.get(name) != other.files.get(name))}"
+
 
 def _adapter_findings(
     adapter: ModelFolder | None, manifest: MergeManifest | None, reference: Reference | None
@@ -279,7 +299,8 @@ def _adapter_findings(
     names = list(known)
     for first, second in itertools.pairwise(names):
         if not known[first].is_same(known[second]):
-            yield Check(title, INCONCLUSIVE, f"{first} and {second} have different adapters; both sides must be of one")
+            what = known[first].difference(known[second])
+            yield Check(title, INCONCLUSIVE, f"{first} and {second} have different adapters ({what}); both sides must be of one")
             return
     if len(names) > 1:
         yield Check(title, PASSED, f"{' and '.join(names)} have the same adapter")

@@ -10,7 +10,7 @@ from lora_merge.merging.adapter import Adapter
 from lora_merge.merging.architecture import model_types
 from lora_merge.merging.lineage import lineage_cautions
 from lora_merge.merging.module_folders import folders_left_behind
-from lora_merge.merging.plan import ORIGINAL_WEIGHTS, MergePlan
+from lora_merge.merging.plan import FROM_8BIT, ORIGINAL_WEIGHTS, MergePlan
 from lora_merge.merging.quantization import GIVEN, WEIGHT_SETTINGS, QuantRecipe
 from lora_merge.merging.recipes import known_recipe, read_recipe
 from lora_merge.merging.safetensors_file import read_tensor
@@ -87,6 +87,13 @@ def _quantized_training(adapter: Adapter) -> Iterator[str]:
 
 def _recipe(plan: MergePlan) -> Iterator[str]:
     """About the 4-bit base that the merge goes through; of a merge into the original weights there is none."""
+    if plan.method == FROM_8BIT:
+        for adapter in plan.adapters:
+            if (known := known_recipe(adapter.folder.path, adapter.named_base)) is not None:
+                yield (
+                    f"{adapter.folder.source} was trained on a 4-bit base ({known.describe()}; {known.source}), and base "
+                    f"{plan.base.folder.source} is stored in 8 bit, with which it decides differently"
+                )
     if plan.recipe is None:
         return
     for adapter in plan.adapters:
@@ -115,7 +122,7 @@ def _against_record(used: QuantRecipe, recorded: QuantRecipe | None, beside: str
         return
     for name in (*WEIGHT_SETTINGS, "quantized_modules"):
         value, told, origin = getattr(used, name), getattr(recorded, name), used.origins.get(name)
-        if name in recorded.origins and value != told:
+        if name in recorded.origins and origin is not None and value != told:
             how = f"given as {_shown(value)}" if origin == GIVEN else f"{_shown(value)} by {origin}"
             yield f"{name} is {how}, but the record beside {beside} says {_shown(told)}"
 

@@ -17,6 +17,7 @@ from typing import Any
 from lora_merge.console import Progress, no_progress
 from lora_merge.merging.errors import MergeError
 from lora_merge.merging.folders import read_json
+from lora_merge.merging.safetensors_file import read_header, read_tensor
 
 _CHUNK = 1 << 22
 
@@ -77,6 +78,8 @@ def file_digests(
 ADAPTER_CONFIG = "adapter_config.json"
 _SETS = ("target_modules", "exclude_modules")
 """Of PEFT's ``LoraConfig``: a list given here becomes a set, and is written in a set's order."""
+_ABOUT = frozenset("base_model_name_or_path revision peft_version inference_mode library_name transformers_version".split())
+"""Of the same: what tells of the adapter and does not make it. People correct the base's name before they upload one."""
 ADAPTER_WEIGHTS = ("adapter_model.safetensors", "adapter_model.bin")
 
 
@@ -89,14 +92,27 @@ def adapter_digests(folder: str | os.PathLike[str]) -> dict[str, str]:
 
 def adapter_identity(folder: str | os.PathLike[str], files: Mapping[str, str]) -> str:
     """What an adapter stays known by when it is only saved again: the root of ``files`` (:func:`adapter_digests` of ``folder``)
-    with the configuration's digest taken of its content instead of its bytes.
+    with digests taken of what makes the adapter instead of the bytes that say it.
 
-    The order of keys and white space are no content, nor is the order of the lists that PEFT holds as sets and so writes in
-    another order each time.
+    Of the configuration the order of keys and white space do not count, nor the order of the lists that PEFT holds as sets and so
+    writes in another order each time, nor what tells of the adapter only, nor a setting that is null, false or empty, as newer
+    versions write their new ones. Of the tensors names, types, shapes and bytes count, not how a file arranges them.
     """
     config = read_json(Path(folder) / ADAPTER_CONFIG, "the adapter's configuration")
     for name in _SETS:
         if isinstance(value := config.get(name), list) and all(isinstance(entry, str) for entry in value):
             config[name] = sorted(set(value))
-    content = json.dumps(config, sort_keys=True, separators=(",", ":"))
-    return root_digest({**files, ADAPTER_CONFIG: hashlib.sha256(content.encode("ascii")).hexdigest()})
+    made = {name: value for name, value in config.items() if name not in _ABOUT and value not in (None, False, [], {}, "")}
+    content = json.dumps(made, sort_keys=True, separators=(",", ":"))
+    digests = {**files, ADAPTER_CONFIG: hashlib.sha256(content.encode("ascii")).hexdigest()}
+    if ADAPTER_WEIGHTS[0] in files:
+        digests[ADAPTER_WEIGHTS[0]] = _tensors_digest(Path(folder) / ADAPTER_WEIGHTS[0])
+    return root_digest(digests)
+
+
+def _tensors_digest(path: Path) -> str:
+    hasher = hashlib.sha256()
+    for tensor in sorted(read_header(path).tensors, key=lambda tensor: tensor.name):
+        hasher.update(json.dumps([tensor.name, tensor.dtype.name, tensor.shape]).encode("ascii"))
+        hasher.update(read_tensor(tensor).tobytes())
+    return hasher.hexdigest()

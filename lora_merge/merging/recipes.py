@@ -16,7 +16,7 @@ from lora_merge.merging.base_sample import BaseSample, Resemblance, compare, par
 from lora_merge.merging.checkpoint import Checkpoint
 from lora_merge.merging.errors import MergeError
 from lora_merge.merging.folders import read_json
-from lora_merge.merging.quantization import ASSUMED, GIVEN, RECIPE_FIELDS, QuantRecipe
+from lora_merge.merging.quantization import ASSUMED, GIVEN, RECIPE_FIELDS, WEIGHT_SETTINGS, QuantRecipe
 from lora_merge.merging.trainers import eight_bit_training, leftover_recipe
 
 if TYPE_CHECKING:
@@ -54,6 +54,7 @@ def find_recipe(
     named_base = None if "quantized_modules" in given else named_base
     # A base that is stored quantized tells of itself, and leftovers of 8 bit would only contradict a question about 4.
     asked = all(source is None for source in sources) and not base_config.get("quantization_config")
+    asked = asked and not set(WEIGHT_SETTINGS) <= set(given)
     hints = leftover_recipe(adapter_folder, named_base) if asked else None
     for found in (*sources, hints):
         if found is not None:

@@ -56,6 +56,18 @@ def staged_folder(out: Path, *, overwrite: bool, marker: str) -> Iterator[Path]:
 
 def check_free(out: Path, *, overwrite: bool, marker: str) -> None:
     """Raise :class:`MergeError` unless ``out`` can become the result."""
+    try:
+        _check_free(out, overwrite=overwrite, marker=marker)
+    except OSError as error:  # a name that is too long, a folder that may not be looked into
+        raise MergeError(f"{_short(out)}: cannot be created: {error.strerror or error}") from error
+
+
+def _short(out: Path) -> str:
+    text = str(out)
+    return text if len(text) <= 200 else f"{text[:100]}...{text[-50:]}"
+
+
+def _check_free(out: Path, *, overwrite: bool, marker: str) -> None:
     if out.is_symlink():
         raise MergeError(f"{out}: is a symbolic link; give the folder itself")
     place = next(folder for folder in out.parents if folder.exists())

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import shutil
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -266,6 +267,39 @@ def test_stored_state_is_dequantized_as_bitsandbytes_does(case, architecture, st
     exactly = merge(folder, tmp_path / "adapter", tmp_path / "float32", MergeOptions(from_4bit=True, dtype="float32")).out
     expected = answer(live, architecture)
     assert (answer(load(exactly, architecture, None), architecture) - expected).abs().max() < 2e-4 * expected.abs().max()
+
+
+@pytest.mark.parametrize(
+    ("case", "said"),
+    [
+        ("nf4-double", []),
+        ("nf4", ["double_quant is False by the base's stored state, but the record beside the adapter says True"]),
+        (
+            "fp4",
+            [
+                "quant_type is fp4 by the base's stored state, but the record beside the adapter says nf4",
+                "double_quant is False by the base's stored state, but the record beside the adapter says True",
+            ],
+        ),
+        (
+            "8bit",
+            ["a 4-bit base (NF4, double quantization, block 64, from bfloat16; quantization_recipe.json), and base"],
+        ),
+    ],
+)
+def test_a_base_stored_in_another_way_than_recorded_is_said(case, said, stored, tmp_path):
+    folder, plain, _ = stored(case, "llama")
+    train(load(plain, "llama"), Kind({"target_modules": ["q_proj"]})).save_pretrained(tmp_path / "adapter")
+    recipe = {"quant_type": "nf4", "double_quant": True, "block_size": 64, "quant_dtype": "bfloat16", "quantized_modules": ["x"]}
+    record = {"format": "lora-merge/quantization-recipe", "version": 1, "recipe": recipe}
+    (tmp_path / "adapter" / "quantization_recipe.json").write_text(json.dumps(record))
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        merge(folder, tmp_path / "adapter", tmp_path / "out", MergeOptions(from_4bit=True))
+    messages = [str(warning.message) for warning in caught]
+    found = [message for message in messages if "the record beside" in message or "quantization_recipe.json" in message]
+    assert len(found) == len(said)
+    assert all(words in message for words, message in zip(said, found, strict=True))
 
 
 def test_a_quantized_base_has_to_be_meant(stored, tmp_path):

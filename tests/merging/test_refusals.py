@@ -15,7 +15,7 @@ import torch
 from click.testing import CliRunner
 from safetensors.torch import load_file, save_file
 
-from lora_merge.merging.api import MergeOptions, plan_merge
+from lora_merge.merging.api import MergeOptions, merge, plan_merge
 from lora_merge.merging.cli import main
 from lora_merge.merging.errors import MergeError
 
@@ -392,3 +392,8 @@ def test_every_pattern_of_nan_is_noticed(tmp_path, bases, adapters, pattern):
     name = "model.layers.1.mlp.up_proj.weight"
     case.edit_base(lambda tensors: tensors[name].view(torch.int32).__setitem__((5, 7), pattern - 2**32 * (pattern >= 2**31)))
     case.assert_refused(name, "[5, 7]", "not finite", extra=("--dtype", "bfloat16"))
+
+
+def test_a_name_that_no_disk_takes_is_one_line(bases, adapters, tmp_path):
+    with pytest.raises(MergeError, match=r"^/.{99}\.\.\.a{50}: cannot be created: File name too long$"):
+        merge(bases("llama"), adapters("llama"), tmp_path / ("a" * 300))

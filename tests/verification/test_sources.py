@@ -16,6 +16,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from lora_merge.merging.api import MergeOptions, merge
+from lora_merge.merging.errors import MergeError
 from lora_merge.merging.model_names import commit_of, model_name, same_model, says_little
 from lora_merge.merging.recipes import RECIPE_FILE
 from verification.checks import Outcome
@@ -248,6 +249,42 @@ def test_an_adapter_that_was_only_saved_again_is_the_same(trained: Path, adapter
     assert outcome(findings(trained / "merged", adapter=str(adapter)), "adapter-identity") is Outcome.INCONCLUSIVE
 
 
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"base_model_name_or_path": "org/base-uploaded", "revision": "main"},
+        {"peft_version": "0.99.0", "a_setting_of_the_future": None, "another": False, "a_third": []},
+        {"inference_mode": False},
+    ],
+)
+def test_what_only_tells_of_an_adapter_does_not_make_it_another(changes: dict[str, Any], trained: Path, adapter: Path) -> None:
+    """Nor does another arrangement of the same tensors in the file."""
+    reference = read_reference(trained / "reference.jsonl")
+    _edit(adapter / "adapter_config.json", **changes)
+    path = adapter / "adapter_model.safetensors"
+    save_file(dict(reversed(load_file(path).items())), path, metadata={"format": "pt", "by": "somebody else"})
+    for known in (None, reference):
+        assert outcome(findings(trained / "merged", known, adapter=str(adapter)), "adapter-identity") is Outcome.PASSED
+
+
+@pytest.mark.parametrize("changes", [{"lora_alpha": 5}, {"use_rslora": True}, {"r": 9}, {"target_modules": ["q_proj"]}])
+def test_what_makes_an_adapter_is_told_apart(changes: dict[str, Any], trained: Path, adapter: Path) -> None:
+    _edit(adapter / "adapter_config.json", **changes)
+    found = findings(trained / "merged", read_reference(trained / "reference.jsonl"), adapter=str(adapter))["adapter-identity"]
+    assert found[0][0] is Outcome.INCONCLUSIVE
+    assert "different adapters (by adapter_config.json)" in found[0][1]
+
+
+def test_a_tensor_that_differs_is_told_apart(trained: Path, adapter: Path) -> None:
+    path = adapter / "adapter_model.safetensors"
+    tensors = load_file(path)
+    next(iter(tensors.values()))[0, 0] += 1
+    save_file(tensors, path, metadata={"format": "pt"})
+    found = findings(trained / "merged", adapter=str(adapter))["adapter-identity"]
+    assert found[0][0] is Outcome.INCONCLUSIVE
+    assert "different adapters (by adapter_model.safetensors)" in found[0][1]
+
+
 def test_peft_saving_an_adapter_again_keeps_its_identity(trained: Path, tmp_path: Path) -> None:
     """In a process of its own, whose sets have another order."""
     script = f"""
@@ -294,6 +331,93 @@ def test_a_recorded_reference_needs_neither_base_nor_adapter(trained: Path, adap
     sources = find_sources(merged, SourceOptions(), read_reference(trained / "reference.jsonl"))
     assert (sources.base, sources.adapter, sources.recipe_origin) == (None, None, "reference")
     assert {check.outcome for check in sources.findings} == {Outcome.PASSED}
+
+
+@pytest.mark.parametrize("role", ["base", "adapter"])
+def test_a_folder_that_only_has_the_name_is_not_there(role: str, trained: Path, adapter: Path, tmp_path: Path) -> None:
+    """A recorded reference needs neither; for a live one the message says who named the folder and what to do."""
+    shutil.copytree(trained / "base", tmp_path / "base")
+    merged = merge(tmp_path / "base", adapter, tmp_path / "merged", MergeOptions(from_4bit=True)).out
+    shutil.rmtree(tmp_path / role)
+    (tmp_path / role).mkdir()
+    assert getattr(find_sources(merged, SourceOptions(), read_reference(trained / "reference.jsonl")), role) is None
+    with pytest.raises(Inconclusive, match=rf"where merge_manifest\.json says that it was; give --{role} where it lies now"):
+        find_sources(merged, SourceOptions(), None)
+
+
+def test_a_base_stored_in_another_way_than_the_record_says_is_inconclusive(trained: Path, adapter: Path, tmp_path: Path) -> None:
+    from transformers import AutoModelForCausalLM, BitsAndBytesConfig
+
+    def stored(name: str, **settings: Any) -> Path:
+        config = BitsAndBytesConfig(**settings)
+        model = AutoModelForCausalLM.from_pretrained(
+            trained / "base", quantization_config=config, dtype=torch.bfloat16, device_map={"": "cpu"}
+        )
+        model.save_pretrained(tmp_path / name)
+        for path in (trained / "base").glob("token*"):
+            shutil.copy(path, tmp_path / name)
+        return tmp_path / name
+
+    right = stored("right", load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_use_double_quant=True)
+    wrong = stored("wrong", load_in_4bit=True, bnb_4bit_quant_type="fp4")
+    eight = stored("eight", load_in_8bit=True)
+    for base, said in ((right, None), (wrong, "the base is stored with fp4"), (eight, "the base is stored in 8 bit")):
+        merged = merge(base, adapter, tmp_path / f"{base.name}-merged", MergeOptions(from_4bit=True)).out
+        found = findings(merged, other_base_name=True)
+        assert ("recipe-agreement" in found) == (said is not None)
+        if said is not None:
+            assert outcome(found, "recipe-agreement") is Outcome.INCONCLUSIVE
+            assert said in found["recipe-agreement"][0][1]
+
+
+def test_an_unsloth_adapter_without_a_record_is_of_the_base_that_is_stored(trained: Path, adapter: Path, tmp_path: Path) -> None:
+    from transformers import AutoModelForCausalLM, BitsAndBytesConfig
+
+    config = BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_use_double_quant=True)
+    base = tmp_path / "base-unsloth-bnb-4bit"
+    model = AutoModelForCausalLM.from_pretrained(
+        trained / "base", quantization_config=config, dtype=torch.bfloat16, device_map={"": "cpu"}
+    )
+    model.save_pretrained(base)
+    (adapter / RECIPE_FILE).unlink()
+    _edit(adapter / "adapter_config.json", base_model_name_or_path="unsloth/base-unsloth-bnb-4bit")
+    merged = merge(base, adapter, tmp_path / "merged", MergeOptions(from_4bit=True)).out
+    found = findings(merged)
+    assert outcome(found, "recipe-provenance") is Outcome.PASSED
+    assert find_sources(merged, SourceOptions(), None).recipe_origin == "base"
+    assert "recipe-agreement" not in findings(merged, read_reference(trained / "reference.jsonl"))
+
+
+def test_leftovers_that_contradict_each_other_are_overruled(trained: Path, adapter: Path, tmp_path: Path) -> None:
+    (adapter / RECIPE_FILE).unlink()
+    (adapter / "one.yaml").write_text("base_model: x\nload_in_4bit: true\nadapter: qlora\n")
+    (adapter / "other.yaml").write_text(
+        "base_model: x\nload_in_4bit: true\nadapter: qlora\nbnb_config_kwargs:\n  bnb_4bit_quant_type: fp4\n"
+    )
+    flags = {"quant_type": "nf4", "double_quant": True, "block_size": 64, "quant_dtype": "bfloat16"}
+    with pytest.raises(MergeError, match=r"one\.yaml"):
+        merge(trained / "base", adapter, tmp_path / "refused", MergeOptions(from_4bit=True))
+    merged = merge(trained / "base", adapter, tmp_path / "merged", MergeOptions(from_4bit=True, recipe=flags)).out
+    assert find_sources(merged, SourceOptions(recipe=flags), None).recipe_origin == "flags"
+    found = findings(merged, read_reference(trained / "reference.jsonl"))
+    assert outcome(found, "recipe-provenance") is Outcome.PASSED
+    with pytest.raises(MergeError, match=r"one\.yaml"):
+        find_sources(merged, SourceOptions(), None)
+
+
+def test_other_modules_left_out_than_those_recorded_are_another_recipe(trained: Path, adapter: Path, tmp_path: Path) -> None:
+    """Where the record tells only what was left out."""
+    record = json.loads((adapter / RECIPE_FILE).read_text())
+    recipe = {**record["recipe"], "skip_modules": ["lm_head"], "quantized_modules": None}
+    (adapter / RECIPE_FILE).write_text(json.dumps({**record, "recipe": recipe}))
+    other = {**recipe, "skip_modules": ["down_proj", "gate_proj", "up_proj", "lm_head"]}
+    (tmp_path / "other.json").write_text(json.dumps({**record, "recipe": other}))
+    options = MergeOptions(from_4bit=True, quant_config=str(tmp_path / "other.json"))
+    merged = merge(trained / "base", adapter, tmp_path / "merged", options).out
+    found = findings(merged, quant_config=str(tmp_path / "other.json"))
+    assert outcome(found, "recipe-agreement") is Outcome.INCONCLUSIVE
+    assert "says skip_modules (1 names), at verification it is (4 names, down_proj among them)" in found["recipe-agreement"][0][1]
+    assert "recipe-agreement" not in findings(merge(trained / "base", adapter, tmp_path / "b", MergeOptions(from_4bit=True)).out)
 
 
 def test_a_live_reference_is_of_one_adapter(trained: Path, adapter: Path, tmp_path: Path) -> None:

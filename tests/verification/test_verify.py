@@ -447,6 +447,22 @@ def test_other_layers_than_those_recorded_are_another_recipe(modules: list[str],
     assert "quantization_recipe.json says quantized_modules (14 names, " in verdict["reasons"][0]
 
 
+@pytest.mark.parametrize("dtype", ["float32", "float16"])
+def test_a_live_reference_is_loaded_in_the_type_that_it_was_quantized_in(dtype: str, place: Path, trained: Path) -> None:
+    shutil.copytree(trained / "adapter", place / "typed")
+    path = place / "typed" / "quantization_recipe.json"
+    record = json.loads(path.read_text())
+    path.write_text(json.dumps({**record, "recipe": {**record["recipe"], "quant_dtype": dtype}}))
+    merge(trained / "base", place / "typed", place / "second", MergeOptions(from_4bit=True))
+    recorded = place / "typed.jsonl"
+    verdict = verify(place, "--record-reference", recorded, merged="second", reference=False, exit_code=0)
+    assert (verdict["outcome"], verdict["numbers"]["recipe_origin"]) == ("PASSED", "adapter")
+    reference = read_reference(recorded)
+    assert (reference.recipe.quant_dtype, reference.dtypes["embedding"]) == (dtype, dtype)
+    again = verify(place, "--reference", recorded, merged="second", reference=False, exit_code=0)
+    assert "recipe-agreement" not in outcomes(again)
+
+
 def test_flags_that_repeat_the_trainers_record_are_confirmed_by_it(place: Path) -> None:
     verdict = verify(place, "--quant-type", "nf4", "--num-prompts", 300, reference=False, exit_code=0)
     assert (verdict["outcome"], verdict["numbers"]["recipe_origin"]) == ("PASSED", "adapter")
