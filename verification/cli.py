@@ -13,22 +13,13 @@ import click
 import lora_merge
 from lora_merge.console import Progress, note, progress_bar, quiet_libraries, reports_errors
 from lora_merge.readable import json_text
+from lora_merge.shares import Share
 from verification.options import FLOAT_TYPES, Command, recipe_options, source_options
 
 if TYPE_CHECKING:
     from verification.api import VerifyOptions
     from verification.limits import Limits
     from verification.verdict import Verdict
-
-
-class _Share(click.FloatRange):
-    """A number between 0 and 1; click itself lets NaN pass every range."""
-
-    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
-        number = super().convert(value, param, ctx)
-        if number != number:
-            self.fail(f"{value} is no number", param, ctx)
-        return number
 
 
 def _device(context: click.Context, parameter: click.Parameter, value: str) -> str:
@@ -38,7 +29,7 @@ def _device(context: click.Context, parameter: click.Parameter, value: str) -> s
     return value
 
 
-_SHARE = _Share(0, 1, min_open=True, max_open=True)
+_SHARE = Share(0, 1, min_open=True, max_open=True)
 _LIMITS = ("max_delta", "skip_threshold", "max_p99_delta", "max_abs_delta", "max_bias", "max_flip_rate")
 
 
@@ -55,7 +46,7 @@ def limit_options(command: Command) -> Command:
         ),
         click.option(
             "--skip-threshold",
-            type=_Share(0, 1),
+            type=Share(0, 1),
             default=0.5,
             show_default=True,
             help="Skip probability up to which a text is kept; for the flips at the threshold.",

@@ -9,6 +9,7 @@ import click
 import lora_merge
 from lora_merge.console import note, quiet_libraries, reports_errors
 from lora_merge.readable import json_text, readable
+from lora_merge.shares import Share
 
 if TYPE_CHECKING:
     from lora_merge.generation.bench.api import BenchOptions
@@ -42,7 +43,7 @@ def _names(context: click.Context, parameter: click.Parameter, value: str | None
 )
 @click.option("--write-batch", type=click.IntRange(1), help="Transformers: texts at once.  [default: 1024 with a GPU, else 128]")
 @click.option("--chunk-size", type=click.IntRange(1), default=8192, show_default=True, help="Prompts a two-phase step.")
-@click.option("--skip-threshold", type=click.FloatRange(0, 1), metavar="T", help="Also measure dropping before against after.")
+@click.option("--skip-threshold", type=Share(0, 1), metavar="T", help="Also measure dropping before against after.")
 @click.option("--quantiles", type=click.IntRange(0), default=4, show_default=True, help="Groups by text length to time apart.")
 @click.option("--sweep", callback=_sizes, metavar="SIZES", help="Generation batches to try, such as 32,64,128,256.")
 @click.option(
@@ -56,16 +57,14 @@ def _names(context: click.Context, parameter: click.Parameter, value: str | None
     show_default=True,
     help="Do each arm's work so often; the median counts.",
 )
-@click.option("--min-agreement", type=click.FloatRange(0, 1), default=0.98, show_default=True, help="Same work: equal decisions.")
-@click.option(
-    "--max-token-difference", type=click.FloatRange(0, 1), default=0.02, show_default=True, help="Same work: tokens written."
-)
+@click.option("--min-agreement", type=Share(0, 1), default=0.98, show_default=True, help="Same work: equal decisions.")
+@click.option("--max-token-difference", type=Share(0, 1), default=0.02, show_default=True, help="Same work: tokens written.")
 @click.option("--prefill", default='{"decision": "', show_default=True, help="Text between prompt and decision.")
 @click.option("--skip-label", default="skip", show_default=True)
 @click.option("--write-label", default="write", show_default=True)
 @click.option("--tensor-parallel-size", type=click.IntRange(1), help="vLLM's own.")
 @click.option("--max-model-len", type=click.IntRange(1), help="vLLM's own; bounds the prompts in either engine.")
-@click.option("--gpu-memory-utilization", type=click.FloatRange(0, 1, min_open=True), help="vLLM's own.")
+@click.option("--gpu-memory-utilization", type=Share(0, 1, min_open=True), help="vLLM's own.")
 @click.option("--max-num-seqs", type=click.IntRange(1), help="vLLM's own.")
 @click.option("--resume", is_flag=True, help="Do not measure again what was measured with the same settings.")
 @click.option("--no-pictures", is_flag=True, help="Draw nothing.")

@@ -10,6 +10,7 @@ import click
 import lora_merge
 from lora_merge.console import note, quiet_libraries, reports_errors, warn
 from lora_merge.readable import json_text
+from lora_merge.shares import Share
 
 if TYPE_CHECKING:
     from lora_merge.generation.errors import Interrupted
@@ -18,7 +19,7 @@ if TYPE_CHECKING:
     from lora_merge.generation.run import GenerateResult
 
 SETTINGS = {"help_option_names": ["-h", "--help"], "max_content_width": 110}
-FLOAT = click.FloatRange(0, 1)
+FLOAT = Share(0, 1)
 _REQUIRED = ("model", "prompts", "out", "skip_threshold")
 
 
@@ -40,7 +41,7 @@ def gate_options(command: Any) -> Any:
             click.option("--certificate", metavar="FILE", help="Certificate.  [default: gate.intoto.json in MODEL-report]"),
             click.option(
                 "--max-delta",
-                type=click.FloatRange(0, 1, min_open=True, max_open=True),
+                type=Share(0, 1, min_open=True, max_open=True),
                 default=0.02,
                 show_default=True,
                 help="Loosest limit of the mean drift that the certificate may have been judged by.",
@@ -84,7 +85,7 @@ def gate_options(command: Any) -> Any:
 @click.option("--batch-size", type=click.IntRange(1), help="Transformers: texts at once.  [default: 1024 with a GPU, else 128]")
 @click.option("--tensor-parallel-size", type=click.IntRange(1), help="vLLM's own.")
 @click.option("--max-model-len", type=click.IntRange(1), help="vLLM's own; bounds the prompts in either engine.")
-@click.option("--gpu-memory-utilization", type=click.FloatRange(0, 1, min_open=True), help="vLLM's own.")
+@click.option("--gpu-memory-utilization", type=Share(0, 1, min_open=True), help="vLLM's own.")
 @click.option("--max-num-seqs", type=click.IntRange(1), help="vLLM's own.")
 @click.option("--format", "output_format", type=click.Choice(["human", "json"]), default="human", show_default=True)
 @click.option("--quiet", is_flag=True, help="No progress and no notes; warnings and errors only.")
