@@ -1,11 +1,13 @@
 """What the command lines share: one-line errors, exit codes, progress on standard error, quiet libraries.
 
-Results go to standard output; everything here speaks on standard error, so that a pipe stays clean.
+Results go to standard output; everything here speaks on standard error, so that a pipe stays clean. Neither stream can end the
+work: what cannot be printed is dropped, and where that was the result the command says so at its very end.
 """
 
 from __future__ import annotations
 
 import contextlib
+import errno
 import functools
 import io
 import logging
@@ -16,7 +18,7 @@ import tempfile
 import threading
 import warnings
 from collections.abc import Callable, Iterator
-from typing import Any, Protocol, TypeVar
+from typing import Any, Protocol, TextIO, TypeVar, cast
 
 import click
 
@@ -29,26 +31,109 @@ Command = TypeVar("Command", bound=Callable[..., Any])
 def reports_errors(command: Command) -> Command:
     """Decorate a click command body so that a :class:`UserError` ends in one ``error: ...`` line and its exit code.
 
-    So does a path that lies where this user may not look, which any question about it may run into.
+    So does a path that lies where this user may not look, which any question about it may run into, and so does, once everything
+    else is done, a result that could not be printed.
     """
 
     @functools.wraps(command)
     def guarded(*args: Any, **kwargs: Any) -> Any:
         _terminate_like_an_interrupt()
         _print_any_path()
-        try:
-            return command(*args, **kwargs)
-        except UserError as error:
-            click.echo(f"error: {one_line(str(error))}", err=True)
-            sys.exit(error.exit_code)
-        except PermissionError as error:
-            click.echo(f"error: {one_line(f'{error.filename}: {error.strerror}')}; ask for access or name another", err=True)
-            sys.exit(UserError.exit_code)
-        except KeyboardInterrupt:
-            click.echo("error: interrupted; nothing half-written was left behind", err=True)
-            sys.exit(EXIT_INTERRUPTED)
+        with _lasting_streams() as output:
+            try:
+                with _known_to_be_printed(output):
+                    return command(*args, **kwargs)
+            except UserError as error:
+                click.echo(f"error: {one_line(str(error))}", err=True)
+                sys.exit(error.exit_code)
+            except PermissionError as error:
+                click.echo(f"error: {one_line(f'{error.filename}: {error.strerror}')}; ask for access or name another", err=True)
+                sys.exit(UserError.exit_code)
+            except KeyboardInterrupt:
+                click.echo("error: interrupted; nothing half-written was left behind", err=True)
+                sys.exit(EXIT_INTERRUPTED)
 
     return guarded  # type: ignore[return-value]
+
+
+class _Lasting:
+    """A standard stream that is never in the way: what the system does not take (a full disk, a reader that is gone) is dropped.
+
+    Attributes:
+        error: why the first of it was not taken; None where all was.
+    """
+
+    def __init__(self, stream: TextIO | None) -> None:
+        self._closed = stream is None
+        self._stream = open(os.devnull, "w", encoding="utf-8") if stream is None else stream  # noqa: SIM115, until the end
+        self.error: OSError | None = None
+
+    def write(self, text: str) -> int:
+        self._try(lambda: self._stream.write(text))
+        return len(text)
+
+    def flush(self) -> None:
+        self._try(self._stream.flush)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)
+
+    def _try(self, act: Callable[[], object]) -> None:
+        try:
+            if self._closed:
+                raise OSError(errno.EBADF, os.strerror(errno.EBADF))
+            act()
+        except OSError as error:
+            self.error = self.error or error
+
+    def give_up(self) -> None:
+        """Let go of what is not taken to the last, which Python would try, and complain about, when it ends."""
+        if self.error is None or self._closed:
+            return
+        try:
+            self._stream.flush()
+        except OSError:
+            with contextlib.suppress(OSError), open(os.devnull, "wb") as nowhere:
+                os.dup2(nowhere.fileno(), self._stream.fileno())
+
+
+@contextlib.contextmanager
+def _lasting_streams() -> Iterator[_Lasting]:
+    """Standard output and error as :class:`_Lasting`, the former for the block.
+
+    A number of theirs that is closed is opened on nothing: the next file that is opened would get it, and with it what libraries
+    print.
+    """
+    for number in range(3):
+        try:
+            os.fstat(number)
+        except OSError:
+            os.set_inheritable(os.open(os.devnull, os.O_RDWR), True)  # it takes the smallest number that is free
+    before = sys.stdout, sys.stderr
+    lasting = _Lasting(before[0]), _Lasting(before[1])
+    sys.stdout, sys.stderr = cast("tuple[TextIO, TextIO]", lasting)
+    try:
+        yield lasting[0]
+    finally:
+        sys.stdout, sys.stderr = before
+        for stream in lasting:
+            stream.give_up()
+
+
+@contextlib.contextmanager
+def _known_to_be_printed(output: _Lasting) -> Iterator[None]:
+    """A block that ends by itself, or with an exit code of its own, has printed its result or raises :class:`UserError`."""
+    ended: SystemExit | None = None
+    try:
+        yield
+    except SystemExit as end:
+        ended = end
+    output.flush()
+    if output.error is not None:
+        reason = output.error.strerror or output.error
+        raise UserError(f"standard output: {reason}; the result cannot be printed, everything else was done")
+    if ended is not None:
+        raise ended
 
 
 def _terminate_like_an_interrupt() -> None:
@@ -140,8 +225,9 @@ def quiet_standard_error() -> Iterator[None]:
             sys.stderr.flush()
             os.dup2(screen, 2)
             kept.seek(0)
-            while chunk := kept.read(1 << 16):
-                os.write(2, chunk)
+            with contextlib.suppress(OSError):
+                while chunk := kept.read(1 << 16):
+                    os.write(2, chunk)
             raise
         finally:
             sys.stderr.flush()

@@ -70,6 +70,20 @@ def test_json_is_alone_on_standard_output_and_quiet_is_quiet(checkpoint, prompts
     assert [line.split(" ")[0] for line in done.stderr.splitlines()] == ["warning:", "warning:"]
 
 
+def test_a_terminal_that_is_gone_and_a_full_disk_behind_standard_output_cost_no_row(checkpoint, prompts, tmp_path):
+    command = [sys.executable, "-m", "lora_merge.generation.cli", "--model", checkpoint, "--prompts", prompts]
+    command += ["--out", tmp_path / "r.jsonl", "--skip-threshold", "0.4", "--max-tokens", "8", "--chunk-size", "8"]
+    reading, writing = os.pipe()
+    os.close(reading)
+    with open("/dev/full", "wb") as full, open(writing, "wb") as gone:
+        done = subprocess.run([str(word) for word in command], stdout=full, stderr=gone, cwd=ROOT)
+    assert done.returncode == 1
+    assert json.loads((tmp_path / "r.jsonl.run.json").read_bytes())["result"]["counts"]["rows"] == 40
+    assert len(read_rows(tmp_path / "r.jsonl")) == 40
+    again = generate(checkpoint, prompts, tmp_path / "r.jsonl", "--resume", "--chunk-size", 8)
+    assert again.exit_code == 0 and "nothing was left to do" in again.stdout
+
+
 def test_a_refusal_is_one_line_and_exit_1(checkpoint, prompts, tmp_path):
     weights = checkpoint / "model.safetensors"
     weights.write_bytes(weights.read_bytes()[:-1] + b"\x7f")
