@@ -1,36 +1,31 @@
 """The checks that can refuse a merged checkpoint: drift, label mass, flips and the optional limits.
 
 The rule of every limit: it must lie above an upper confidence bound. That no difference was found significant is not agreement.
-Prompts that occur more than once, token for token, are no more evidence than one: every bound is the larger one of two, over all
-prompts and over the different ones, and only different ones count as prompts.
+Repeated prompts are no more evidence than one (:mod:`verification.mean_bound`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 
 import numpy as np
-from numpy.typing import NDArray
 
 from verification import statistics
 from verification.checks import Check, Outcome
 from verification.limits import Limits
+from verification.mean_bound import MIN_PROMPTS, Mask, Values, are_few, judged_bound, larger
 from verification.measurement import NoiseFloor
 from verification.summary import Comparison
 
-MIN_PROMPTS = 300
-"""From here on the skew-corrected bound of a mean holds; with fewer prompts the guaranteed one is used."""
 _MOST_TIMES_THE_FLOOR = 2.0
 """Flips against those of noise: a merge adds rounding of its own to either arm's arithmetic."""
 
 PASSED, WARNED, FAILED, INCONCLUSIVE = Outcome.PASSED, Outcome.WARNED, Outcome.FAILED, Outcome.INCONCLUSIVE
 
-Values = NDArray[np.float64]
-Mask = NDArray[np.bool_]
 
-
-def judgements(comparison: Comparison, limits: Limits, floors: Sequence[NoiseFloor], different: Mask) -> Iterator[Check]:
-    """The checks of merged (second) against reference (first). ``different``: (n,) False for repetitions of an earlier prompt."""
+def judgements(comparison: Comparison, limits: Limits, floors: Sequence[NoiseFloor]) -> Iterator[Check]:
+    """The checks of merged (second) against reference (first)."""
+    different = comparison.different
     yield _bounded_mean("mean-delta", "mean |delta|", comparison.abs_delta, 0.0, limits.max_delta, different)
     yield _bounded_mean("label-mass-loss", "mean loss of label mass", comparison.mass_loss, -1.0, limits.max_delta, different)
     by_argmax = [(floor, floor.flips) for floor in floors]
@@ -56,8 +51,7 @@ def _bounded_mean(name: str, what: str, values: Values, lowest: float, limit: fl
     With few prompts the verdict has three ways out: surely below, surely above, or too few prompts to say.
     """
     mean, size = float(values.mean()), int(different.sum())
-    few = size < MIN_PROMPTS
-    bound = _larger(_guaranteed_bound if few else statistics.mean_upper_bound, values, different)
+    few, bound = are_few(different), judged_bound(values, different)
     counted = f"{values.size} prompts" if size == values.size else f"{values.size} prompts, {size} different"
     found = f"{what} is {_four(mean)}, at most {_four(bound)} (95 % bound{' without assumptions' if few else ''}, {counted})"
     if bound <= limit:
@@ -74,16 +68,6 @@ def _bounded_mean(name: str, what: str, values: Values, lowest: float, limit: fl
 def _four(value: float) -> str:
     """Four digits, and no minus before zeros."""
     return f"{round(value, 4) + 0.0:.4f}"
-
-
-def _larger(bound: Callable[[Values], float], values: Values, different: Mask) -> float:
-    """The larger one of the bound over all ``values`` (n,) and over the ``different`` ones."""
-    return bound(values) if different.all() else max(bound(values), bound(values[different]))
-
-
-def _guaranteed_bound(values: Values) -> float:
-    """For values with negative ones among them: without these the mean is no smaller, and the bound for [0, 1] applies."""
-    return statistics.guaranteed_upper_bound(np.clip(values, 0, 1))
 
 
 def _unit(values: Values, lowest: float) -> Values:
@@ -142,14 +126,14 @@ def _bias(values: Values, limit: float, different: Mask) -> Check:
     if size < MIN_PROMPTS:
         reason = f"{size} different prompts give no bound of the bias; at least {MIN_PROMPTS} do"
         return Check("bias", INCONCLUSIVE, reason, bias, None, limit)
-    bound = max(_larger(statistics.mean_upper_bound, signed, different) for signed in (values, -values))
+    bound = max(larger(statistics.mean_upper_bound, signed, different) for signed in (values, -values))
     found = f"bias is {bias:+.4f}, of size at most {bound:.4f} (95 % bound); the limit is {limit:g}"
     return Check("bias", PASSED if bound <= limit else FAILED, found, bias, bound, limit)
 
 
 def _flip_rate(name: str, flipped: Mask, limit: float, different: Mask) -> Check:
     flips, size = int(flipped.sum()), flipped.size
-    bound = _larger(
+    bound = larger(
         lambda sample: statistics.rate_bounds(int(sample.sum()), sample.size)[1], flipped.astype(np.float64), different
     )
     found = f"{flips} of {size} decisions flip, {flips / size:.2%}, at most {bound:.2%} (95 % bound); the limit is {limit:.2%}"

@@ -199,11 +199,11 @@ class Measurements:
         """The prompts that were scored in all of ``arms``."""
         return tuple(row for row in self.rows if all(arm in row.scores for arm in arms))
 
-    def different(self) -> NDArray[np.bool_]:
-        """(n,) False for a prompt whose token ids an earlier one already had."""
+    def different(self, *arms: str) -> NDArray[np.bool_]:
+        """(n,) of the prompts that were scored in all of ``arms``: False for one whose token ids an earlier one already had."""
         seen: set[str] = set()
         firsts = []
-        for row in self.rows:
+        for row in self.rows_with(*arms):
             firsts.append(row.token_ids_sha256 not in seen)
             seen.add(row.token_ids_sha256)
         return np.array(firsts, dtype=np.bool_)

@@ -100,7 +100,7 @@ def _control(measurements: Measurements, limits: Limits) -> Check:
     if not measurements.has("base"):
         reason = "the bare base was not scored, so it is not shown that a merge without the adapter would be refused"
         return Check("control", WARNED, reason, None, None, limit)
-    comparison = Comparison(*measurements.paired("reference", "base"), limits.skip_threshold)
+    comparison = Comparison.of(measurements, "reference", "base", limits.skip_threshold)
     moved = float(comparison.abs_delta.mean())
     found = f"the adapter moves the skip probability by {moved:.4f} on average ({comparison.size} prompts)"
     if statistics.is_surely_above(comparison.abs_delta, limit):

@@ -5,8 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
+from lora_merge.readable import printable
 from verification.audit import AUDIT_CHECK
 from verification.checks import IF_TRAINED_IN_4BIT, MERGE_AGAIN, Outcome
+from verification.mean_bound import MIN_PROMPTS
 from verification.merged_files import WRITTEN_CHECK
 from verification.verdict import Verdict
 
@@ -17,7 +19,11 @@ UNSIGNED = "unsigned: it guards against mistakes, not against forgery (--sign-ke
 
 
 def render(verdict: Verdict) -> Iterator[tuple[str, Outcome | None]]:
-    """The lines of the report, each with the outcome that colors it, or None."""
+    """The lines of the report, each with the outcome that colors it, or None. What other people's files say is text in them."""
+    return ((printable(line), outcome) for line, outcome in _lines(verdict))
+
+
+def _lines(verdict: Verdict) -> Iterator[tuple[str, Outcome | None]]:
     numbers = verdict.numbers
     yield f"{verdict.outcome}{_headline(verdict)}", verdict.outcome
     if numbers:
@@ -66,9 +72,12 @@ def _numbers(numbers: Mapping[str, Any], verdict: Verdict) -> Iterator[str]:
     drift, mass = numbers["drift"], numbers["label_mass"]
     about = numbers["prompts"]
     of = "" if about["scored"] == about["total"] else f", a sample of {about['total']} (seed {about['seed']})"
-    yield _line("prompts", f"{about['scored']} of {about['source']}{of}")
+    repeated = "" if drift["different_prompts"] == drift["prompts"] else f", {drift['different_prompts']} different"
+    yield _line("prompts", f"{about['scored']} of {about['source']}{of}{repeated}")
     mean, upper, sure = (drift[name] for name in ("mean_abs_delta", "mean_abs_delta_upper", "mean_abs_delta_guaranteed"))
-    yield _line("mean |delta|", f"{mean:.4f}, at most {upper:.4f} (95 %), at most {sure:.4f} without any assumption")
+    few = drift["different_prompts"] < MIN_PROMPTS  # the one bound is the other then
+    assuming = f"{upper:.4f} (95 %{', without any assumption' if few else ''})"
+    yield _line("mean |delta|", f"{mean:.4f}, at most {assuming}{'' if few else f', at most {sure:.4f} without any assumption'}")
     if numbers["noise_floors"]:
         floor = max(numbers["noise_floors"], key=lambda entry: float(entry["mean_abs_delta"]))
         yield _line("noise floor", f"{floor['mean_abs_delta']:.4f} ({floor['source']})")

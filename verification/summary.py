@@ -10,6 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from verification import statistics
+from verification.mean_bound import guaranteed_bound, judged_bound
 from verification.measurement import DECISIONS, ArmArrays, Measurement, Measurements
 
 BUCKETS = 10
@@ -25,11 +26,18 @@ class Comparison:
     Attributes:
         first, second: the arms.
         threshold: the skip threshold of the flips there.
+        different: (n,) False for a prompt that repeats an earlier one, token for token.
     """
 
     first: ArmArrays
     second: ArmArrays
     threshold: float
+    different: NDArray[np.bool_]
+
+    @classmethod
+    def of(cls, measurements: Measurements, first: str, second: str, threshold: float) -> Comparison:
+        """Of two arms, over the prompts that both of them scored."""
+        return cls(*measurements.paired(first, second), threshold, measurements.different(first, second))
 
     @property
     def size(self) -> int:
@@ -82,9 +90,10 @@ class Comparison:
         tail = statistics.percentiles(absolute, (95.0, 99.0))
         return {
             "prompts": self.size,
+            "different_prompts": int(self.different.sum()),
             "mean_abs_delta": float(absolute.mean()),
-            "mean_abs_delta_upper": statistics.mean_upper_bound(absolute),
-            "mean_abs_delta_guaranteed": statistics.guaranteed_upper_bound(absolute),
+            "mean_abs_delta_upper": judged_bound(absolute, self.different),
+            "mean_abs_delta_guaranteed": guaranteed_bound(absolute, self.different),
             "p95_abs_delta": tail[95.0],
             "p99_abs_delta": tail[99.0],
             "max_abs_delta": float(absolute.max()),

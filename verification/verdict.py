@@ -60,11 +60,11 @@ def judge(measurements: Measurements, limits: Limits) -> Verdict:
     broken = non_finite(measurements)
     if broken is not None:
         return Verdict(Outcome.INCONCLUSIVE, (*measurements.conditions.findings, broken), limits, {})
-    comparison = Comparison(*measurements.paired("reference", "merged"), limits.skip_threshold)
+    comparison = Comparison.of(measurements, "reference", "merged", limits.skip_threshold)
     checks = (
         *measurements.conditions.findings,
         *preconditions(measurements, limits),
-        *judgements(comparison, limits, measurements.conditions.noise_floors, measurements.different()),
+        *judgements(comparison, limits, measurements.conditions.noise_floors),
     )
     return Verdict(worst(checks), checks, limits, _numbers(measurements, comparison))
 
@@ -104,5 +104,5 @@ def _numbers(measurements: Measurements, comparison: Comparison) -> dict[str, An
 
 
 def _compared(measurements: Measurements, first: str, second: str, threshold: float) -> dict[str, Any] | None:
-    pair = measurements.paired(first, second)
-    return Comparison(*pair, threshold).to_json() if pair[0].skip_probability.size else None
+    comparison = Comparison.of(measurements, first, second, threshold)
+    return comparison.to_json() if comparison.size else None

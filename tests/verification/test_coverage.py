@@ -17,7 +17,7 @@ from verification import statistics
 
 REAL = np.loadtxt(Path(__file__).parent / "data" / "abs_drift_gemma3_270m.txt")
 LIMIT = 0.02
-RUNS = 4000
+RUNS = 3000
 
 
 def _population(name: str) -> NDArray[np.float64]:
@@ -42,7 +42,8 @@ def pass_rate(population: NDArray[np.float64], true_mean: float, size: int, runs
     """How often samples of a population, scaled to ``true_mean``, have their bound at or below the limit."""
     rng = np.random.default_rng(size)
     scaled = population * (true_mean / population.mean())
-    return sum(statistics.mean_upper_bound(scaled[rng.integers(0, scaled.size, size)]) <= LIMIT for _ in range(runs)) / runs
+    samples = (scaled[rng.integers(0, scaled.size, size)].clip(max=1) for _ in range(runs))
+    return sum(statistics.smaller_upper_bound(sample) <= LIMIT for sample in samples) / runs
 
 
 @pytest.mark.parametrize("size", [300, 600, 1000, 3000])
@@ -53,7 +54,7 @@ def test_real_drift_at_the_limit_passes_at_most_5_percent(size: int) -> None:
 @pytest.mark.parametrize("name", POPULATIONS[1:])
 @pytest.mark.parametrize("size", [300, 1000])
 def test_nastier_drift_at_the_limit_passes_at_most_5_percent(name: str, size: int) -> None:
-    # Three standard errors of the simulation on top: the true rates lie between 2.9 and 4.9 %.
+    # Three standard errors of the simulation on top.
     assert pass_rate(_population(name), LIMIT, size) <= 0.05 + 3 * (0.05 * 0.95 / RUNS) ** 0.5
 
 
