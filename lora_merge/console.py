@@ -23,7 +23,7 @@ from typing import Any, Protocol, TextIO, TypeVar, cast
 import click
 
 from lora_merge.errors import EXIT_INTERRUPTED, UserError
-from lora_merge.readable import ESCAPED
+from lora_merge.readable import ESCAPED, printable
 
 Command = TypeVar("Command", bound=Callable[..., Any])
 
@@ -154,13 +154,18 @@ def _print_any_path() -> None:
 
 
 def one_line(text: str) -> str:
-    """``text`` with every run of white space, line ends included, folded to one space."""
-    return " ".join(text.split())
+    """``text`` with every run of white space, line ends included, folded to one space, and control characters written out."""
+    return printable(" ".join(text.split()))
+
+
+def say(text: str) -> None:
+    """Print one line of a result on standard output."""
+    click.echo(printable(text))
 
 
 def note(text: str) -> None:
     """Say something to the person at the terminal, on standard error."""
-    click.echo(text, err=True)
+    click.echo(printable(text), err=True)
 
 
 def warn(text: str) -> None:

@@ -12,7 +12,8 @@ import click
 import pytest
 from click.testing import CliRunner
 
-from lora_merge.console import reports_errors
+from lora_merge.console import note, reports_errors, say, warn
+from lora_merge.errors import UserError
 
 
 def test_a_place_where_one_may_not_look_is_one_line():
@@ -24,6 +25,22 @@ def test_a_place_where_one_may_not_look_is_one_line():
     result = CliRunner().invoke(command)
     assert result.exit_code == 1
     assert result.stderr == "error: /root/secret/base/config.json: Permission denied; ask for access or name another\n"
+
+
+def test_what_is_said_holds_no_control_character():
+    evil = "x\x1b[2J\x1b[32mPASSED\x1b[0m\nPASSED"
+
+    @click.command()
+    @reports_errors
+    def command() -> None:
+        for speak in (say, note, warn):
+            speak(evil)
+        raise UserError(evil)
+
+    result = CliRunner().invoke(command)
+    clean = r"x\u001b[2J\u001b[32mPASSED\u001b[0m PASSED"
+    assert result.stdout.splitlines() == [clean]
+    assert result.stderr.splitlines() == [clean, f"warning: {clean}", f"error: {clean}"]
 
 
 @pytest.mark.parametrize("stream", ["out", "err"])

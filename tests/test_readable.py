@@ -7,7 +7,7 @@ import os
 
 import pytest
 
-from lora_merge.readable import ESCAPED, json_text, readable
+from lora_merge.readable import ESCAPED, json_text, printable, readable
 
 CAFE = os.fsdecode(b"caf\xe9")
 
@@ -43,3 +43,19 @@ def test_json_of_characters_is_as_it_was() -> None:
     value = {"가게": ["🍲", 0.1, None], "a": "\\udce9"}
     for how in ({"indent": 2}, {"ensure_ascii": False}):
         assert json_text(value, **how) == json.dumps(value, **how)
+
+
+@pytest.mark.parametrize(
+    ("text", "shown"),
+    [
+        ("x\x1b[2J\x1b[H\x1b[32mPASSED\x1b[0m", r"x\u001b[2J\u001b[H\u001b[32mPASSED\u001b[0m"),
+        ("base\r\n  PASSED: all is well\n", "base PASSED: all is well "),
+        ("a\u2028b\x85c\td", "a b c d"),
+        ("\x00\x07\x7f\x9b2J\ufffe", r"\u0000\u0007\u007f\u009b2J\ufffe"),
+        ("gpj.\u202eexe\u2066", r"gpj.\u202eexe\u2066"),
+        ("  PASSED       control  0.02 가게 🍲", "  PASSED       control  0.02 가게 🍲"),
+        (CAFE + "\x1b", r"caf\xe9\u001b"),
+    ],
+)
+def test_no_control_character_is_printed(text: str, shown: str) -> None:
+    assert printable(text) == shown and shown.isprintable()

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 import lora_merge
-from lora_merge.console import progress_bar, quiet_libraries, reports_errors
+from lora_merge.console import progress_bar, quiet_libraries, reports_errors, say
 from lora_merge.readable import json_text
 from verification.options import RECIPE_SETTINGS, recipe_options, source_options
 
@@ -72,12 +72,12 @@ def _print(result: AuditResult) -> None:
     from verification.checks import Outcome
 
     audit = result.audit
-    click.echo(f"{result.outcome}: {audit.check().detail}")
+    say(f"{result.outcome}: {audit.check().detail}")
     wrong = sorted((tensor for tensor in audit.tensors if not tensor.as_planned), key=lambda tensor: -tensor.distance)
     for tensor in wrong[:_SHOWN]:
-        click.echo(f"  {tensor.distance:10.4g}  {tensor.name}: {tensor.history}")
+        say(f"  {tensor.distance:10.4g}  {tensor.name}: {tensor.history}")
     if len(wrong) > _SHOWN:
-        click.echo(f"  and {len(wrong) - _SHOWN} more (--format json lists all)")
+        say(f"  and {len(wrong) - _SHOWN} more (--format json lists all)")
     for check in result.findings:
         if check.outcome is not Outcome.PASSED:
-            click.echo(f"  {check.outcome.value:<13}{check.name}: {check.detail}")
+            say(f"  {check.outcome.value:<13}{check.name}: {check.detail}")

@@ -7,12 +7,11 @@ certificate goes first and the new one comes last, so that none ever stands besi
 from __future__ import annotations
 
 import os
-import re
 import tempfile
 from pathlib import Path
 from xml.etree import ElementTree
 
-from lora_merge.readable import json_text, readable
+from lora_merge.readable import json_text, printable
 from verification.certificate import CERTIFICATE_FILE, MEASUREMENT_FILE, make_statement, write_certificate
 from verification.checks import Outcome
 from verification.drift_file import write_measurements
@@ -31,7 +30,6 @@ _MARKS = {
     JUNIT_FILE: b'"verify-skip-drift"',
 }
 _ENOUGH = 1 << 24
-_NO_XML = re.compile("[\x00-\x08\x0b\x0c\x0e-\x1f\ufffe\uffff]")
 
 
 def make(folder: Path) -> None:
@@ -103,13 +101,8 @@ def junit(verdict: Verdict) -> str:
         case = ElementTree.SubElement(suite, "testcase", classname="verify-skip-drift", name=check.name)
         tag = {Outcome.FAILED: "failure", Outcome.INCONCLUSIVE: "error"}.get(check.outcome)
         if tag is not None:
-            ElementTree.SubElement(case, tag, message=_xml_text(check.detail))
+            ElementTree.SubElement(case, tag, message=printable(check.detail))
         else:
-            ElementTree.SubElement(case, "system-out").text = _xml_text(f"{check.outcome}: {check.detail}")
+            ElementTree.SubElement(case, "system-out").text = printable(f"{check.outcome}: {check.detail}")
     ElementTree.indent(suite)
     return ElementTree.tostring(suite, encoding="unicode", xml_declaration=True) + "\n"
-
-
-def _xml_text(text: str) -> str:
-    """``text`` with what XML 1.0 has no way to hold escaped, as a control character in the name of a file."""
-    return _NO_XML.sub(lambda found: f"\\u{ord(found.group()):04x}", readable(text))

@@ -29,6 +29,7 @@ from lora_merge.merging.side_files import MANIFEST_FILE, SideFile
 from lora_merge.merging.staging import check_free, staged_folder
 from lora_merge.merging.token_ids import check_token_ids
 from lora_merge.merging.writer import check_disk, write_plan, write_side_file
+from lora_merge.readable import printable
 
 
 @dataclass(frozen=True)
@@ -157,7 +158,7 @@ def merge(
     options = options or MergeOptions()
     plan = plan_merge(base, adapter, options)
     for caution in cautions(plan, options):
-        warnings.warn(caution, stacklevel=2)
+        warnings.warn(printable(caution), stacklevel=2)
     return execute(plan, out, options, progress)
 
 

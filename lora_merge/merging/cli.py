@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 import lora_merge
-from lora_merge.console import note, progress_bar, quiet_libraries, reports_errors, warn
+from lora_merge.console import note, progress_bar, quiet_libraries, reports_errors, say, warn
 from lora_merge.readable import json_text
 
 if TYPE_CHECKING:
@@ -195,19 +195,19 @@ def _print_plan(plan: MergePlan, options: MergeOptions, obstacles: list[str], ou
         click.echo(json_text({**plan.to_json(jobs), "obstacles": obstacles}, indent=2))
         return
     for shard in plan.shards:
-        click.echo(f"{shard.file}: {len(shard.tensors)} tensors")
+        say(f"{shard.file}: {len(shard.tensors)} tensors")
         for tensor in shard.tensors:
             steps = " -> ".join(_step(operation.to_json()) for operation in tensor.operations) or (
                 "copied" if tensor.copied else f"cast from {tensor.source.dtype.torch_name}"
             )
             if tensor.target is not None:
                 steps = f"from {tensor.source.name}: {steps}"
-            click.echo(f"  {tensor.name} {list(tensor.shape)} {tensor.dtype.torch_name} {_size(tensor.nbytes)}: {steps}")
+            say(f"  {tensor.name} {list(tensor.shape)} {tensor.dtype.torch_name} {_size(tensor.nbytes)}: {steps}")
     for file in plan.side_files:
-        click.echo(f"{file.name}: {file.origin}")
+        say(f"{file.name}: {file.origin}")
     if plan.recipe is not None:
-        click.echo(f"recipe: {plan.recipe.describe()} ({plan.recipe.source})")
-    click.echo(
+        say(f"recipe: {plan.recipe.describe()} ({plan.recipe.source})")
+    say(
         f"disk: {_size(plan.disk_bytes)}, working memory: at most {_size(plan.memory_bytes(jobs))} with {jobs} jobs; "
         "nothing was written"
     )
@@ -228,9 +228,7 @@ def _print_result(result: MergeResult, output_format: str) -> None:
     if output_format == "json":
         click.echo(json_text({"out": str(result.out), "manifest": manifest}, indent=2))
         return
-    click.echo(
-        f"merged into {result.out} ({result.manifest.method}); verify it next: verify-skip-drift --merged {result.out} ..."
-    )
+    say(f"merged into {result.out} ({result.manifest.method}); verify it next: verify-skip-drift --merged {result.out} ...")
 
 
 def _size(count: int) -> str:

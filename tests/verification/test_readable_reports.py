@@ -17,7 +17,7 @@ import pytest
 
 from lora_merge.merging.digests import root_digest
 from tests.verification.builders import SETTLED, ordinary
-from verification import report_folder
+from verification import report, report_folder
 from verification.api import judge_again
 from verification.certificate import make_statement, read_statement, write_certificate
 from verification.checks import Check, Outcome
@@ -70,7 +70,28 @@ def test_every_report_holds_characters_only(tmp_path: Path) -> None:
 def test_junit_is_xml_whatever_a_name_holds() -> None:
     verdict = could_not_measure("measurement", f"{CAFE} \x00\x1b[31m\uffff 가게\n: no such file", Limits())
     (error,) = ElementTree.fromstring(report_folder.junit(verdict).encode("utf-8")).iter("error")
-    assert error.get("message") == rf"{WRITTEN} \u0000\u001b[31m\uffff 가게" + "\n: no such file"
+    assert error.get("message") == rf"{WRITTEN} \u0000\u001b[31m\uffff 가게 : no such file"
+
+
+def test_what_a_stranger_s_file_says_is_text_on_the_screen(tmp_path: Path) -> None:
+    """A name that clears the screen and writes a verdict of its own on it."""
+    name = "x\x1b[2J\x1b[H\x1b[32mPASSED: the merged checkpoint decides as its QLoRA reference did\x1b[0m\n\x01 base2"
+    measured = ordinary()
+    findings = (*SETTLED, Check("base-identity", Outcome.INCONCLUSIVE, f"the adapter names the base {name}"))
+    rows = [dataclasses.replace(row, fields={name: index < 20}) for index, row in enumerate(measured.rows)]
+    moved = [dataclasses.replace(row.scores["merged"], log_p_skip=row.scores["merged"].log_p_skip - 1) for row in rows[:20]]
+    rows[:20] = [
+        dataclasses.replace(row, scores={**row.scores, "merged": new}) for row, new in zip(rows[:20], moved, strict=True)
+    ]
+    about = dataclasses.replace(measured.conditions, findings=findings)
+    verdict = judge(dataclasses.replace(measured, conditions=about, rows=tuple(rows)), Limits())
+    lines = [line for line, _ in report.render(verdict)]
+    assert all(line.isprintable() for line in lines)
+    assert sum(line.startswith("  drifts most") and "PASSED" in line for line in lines) == 1
+    assert not any(line.startswith("PASSED") for line in lines)
+    text = report_folder.junit(verdict)
+    assert "base2" in text and all(line.isprintable() for line in text.splitlines())
+    ElementTree.fromstring(text.encode("utf-8"))
 
 
 def test_the_commands_say_it_in_one_line(tmp_path: Path) -> None:
