@@ -141,6 +141,7 @@ def _flip_rate(name: str, flipped: Mask, limit: float, different: Mask) -> Check
         return Check(name, PASSED, found, flips / size, bound, limit)
     if flips / size <= limit < statistics.rate_bounds(0, int(different.sum()))[1]:
         needed = statistics.prompts_without_a_hit(limit)
-        reason = f"{found}: with so few prompts not even 0 flips would pass; at least {needed:,} are needed"
+        least = f"more than {statistics.MOST_PROMPTS:,}" if needed is None else f"at least {needed:,}"
+        reason = f"{found}: with so few prompts not even 0 flips would pass; {least} are needed"
         return Check(name, INCONCLUSIVE, reason, flips / size, bound, limit)
     return Check(name, FAILED, found, flips / size, bound, limit)

@@ -26,7 +26,8 @@ and of 3,000 prompts 0.8 %; with one prompt of 300 off by 1 the bound is half of
 
 _MOST_BET = 0.95
 """Largest stake of the betting bound; below 1, so that one prompt of value 1 cannot ruin it for good."""
-_MOST_PROMPTS = 10_000_000
+MOST_PROMPTS = 10_000_000
+"""Nobody is told to measure more."""
 
 
 @dataclass(frozen=True)
@@ -145,7 +146,7 @@ def prompts_needed(values: ArrayLike, limit: float, confidence: float = CONFIDEN
     low, high = 1, 2
     while not holds(high):
         low, high = high, 2 * high
-        if high > _MOST_PROMPTS:
+        if high > MOST_PROMPTS:
             return None
     while high - low > 1:
         middle = (low + high) // 2
@@ -179,9 +180,12 @@ def rate_ratio_lower_bound(hits: int, size: int, other_hits: int, other_size: in
     return share / (1 - share) * other_size / size
 
 
-def prompts_without_a_hit(rate: float, confidence: float = CONFIDENCE) -> int:
-    """How many prompts without any hit bound their rate by ``rate`` (in (0, 1)): 299 for 1 %, 2,995 for 0.1 %."""
-    return math.ceil(math.log(1 - confidence) / math.log1p(-rate))
+def prompts_without_a_hit(rate: float, confidence: float = CONFIDENCE) -> int | None:
+    """How many prompts without any hit bound their rate by ``rate`` (in (0, 1)): 299 for 1 %, 2,995 for 0.1 %; None when it would
+    be more than ten million.
+    """
+    size = math.log(1 - confidence) / math.log1p(-rate)
+    return math.ceil(size) if size <= MOST_PROMPTS else None
 
 
 def quantile_upper_bound(values: ArrayLike, quantile: float, confidence: float = CONFIDENCE) -> float | None:

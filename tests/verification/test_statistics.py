@@ -170,6 +170,7 @@ def test_the_ratio_of_two_rates() -> None:
 def test_prompts_without_a_flip_that_bound_the_rate(size: int, rate: float) -> None:
     assert statistics.rate_bounds(0, size)[1] < rate <= statistics.rate_bounds(0, size - 2)[1]
     needed = statistics.prompts_without_a_hit(rate)
+    assert needed is not None
     assert statistics.rate_bounds(0, needed)[1] <= rate < statistics.rate_bounds(0, needed - 1)[1]
 
 

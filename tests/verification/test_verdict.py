@@ -453,6 +453,10 @@ def test_flip_rate_limit() -> None:
     few = judge(ordinary(200), Limits(0.05, max_flip_rate=0.01))
     assert check(few, "flip-rate-argmax").outcome is INCONCLUSIVE  # 0 of 200 bounds the rate by 1.5 % only
     assert "at least 299 are needed" in check(few, "flip-rate-argmax").detail
+    for rate in (1e-7, 1e-320):
+        none = check(judge(ordinary(), Limits(0.02, max_flip_rate=rate)), "flip-rate-argmax")
+        assert none.outcome is INCONCLUSIVE
+        assert none.detail.endswith("not even 0 flips would pass; more than 10,000,000 are needed")
 
 
 def test_flips_at_the_threshold_follow_the_threshold() -> None:
