@@ -1,4 +1,4 @@
-"""What can be known to be impossible before anything is read or removed, one sentence each."""
+"""What can be known to be impossible before anything is read or written, one sentence each."""
 
 from __future__ import annotations
 
@@ -31,6 +31,11 @@ def impossible(merged: str | os.PathLike[str], prompts: str | os.PathLike[str], 
         found.append(no_file(options.reference, "a recorded reference"))
     if options.record_reference is not None:
         found += [no_target(options.record_reference, prompts), _inside(options.record_reference, merged)]
+        if options.decision.num_prompts is not None:
+            found.append(
+                "--record-reference with --num-prompts: a recorded reference is of every prompt in its file, so that nobody picks "
+                "them; record it without --num-prompts, and give --num-prompts with --reference"
+            )
     yield from (reason for reason in found if reason is not None)
 
 

@@ -631,6 +631,16 @@ def test_what_cannot_be_is_said_at_once(
     assert (place / "merged-report" / "drift.json").read_text() == "of an earlier run"
 
 
+def test_a_reference_of_a_sample_is_not_recorded(place: Path) -> None:
+    """Nobody could use it: a recorded reference is of every prompt in the file. A sample of that can be scored."""
+    new = place / "new.jsonl"
+    sample = ("--num-prompts", 320)
+    (reason,) = verify(place, "--record-reference", new, *sample, reference=False, exit_code=3)["reasons"]
+    assert reason.endswith("record it without --num-prompts, and give --num-prompts with --reference") and not new.exists()
+    verify(place, "--record-reference", new, reference=False, exit_code=0)
+    assert verify(place, "--reference", new, *sample, reference=False, exit_code=0)["numbers"]["prompts"]["scored"] == 320
+
+
 def test_a_file_as_report_folder_and_a_key_that_is_none(place: Path) -> None:
     given = ("--merged", place / "merged", "--prompts", place / "prompts.jsonl")
     stderr = run(*given, "--report", place / "reference.jsonl", exit_code=3).stderr
