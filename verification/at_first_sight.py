@@ -33,8 +33,8 @@ def impossible(merged: str | os.PathLike[str], prompts: str | os.PathLike[str], 
         found += [no_target(options.record_reference, prompts), _inside(options.record_reference, merged)]
         if options.decision.num_prompts is not None:
             found.append(
-                "--record-reference with --num-prompts: a recorded reference is of every prompt in its file, so that nobody picks "
-                "them; record it without --num-prompts, and give --num-prompts with --reference"
+                "--record-reference with --num-prompts: a recorded reference is of every prompt in its file, so that nobody "
+                "picks them; record it without --num-prompts, and give --num-prompts with --reference"
             )
     yield from (reason for reason in found if reason is not None)
 
