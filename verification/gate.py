@@ -21,7 +21,13 @@ from verification.limits import DEFAULT_MAX_DELTA, Limits
 from verification.merged_files import counts, folder_files
 from verification.strict_json import canonical
 
-_MAKE_ANOTHER_MODEL = {"adapter": None, "quantization": None, "hf_overrides": None, "kv_cache_dtype": "auto"}
+_MAKE_ANOTHER_MODEL: dict[str, Any] = {
+    "adapter": None,
+    "quantization": None,
+    "hf_overrides": None,
+    "kv_cache_dtype": "auto",
+    "trust_remote_code": False,  # of a checkpoint with Python code of its own, which is then the model
+}
 """Engine settings that make the checkpoint another function, and what they are where a description does not have them."""
 
 RECIPE_CHECK = "recipe-provenance"
@@ -77,7 +83,7 @@ class CheckedCertificate:
 
         ``engine``: the running engine's ``describe()``. Another kind or dtype, other labels or another prefill is another
         measurement, and so are an adapter on top, another quantization and a configuration that is overridden. Other versions,
-        another device and other settings are told.
+        another device and other settings are told. Without ``settings`` (before the engine is there) those are not compared.
 
         Raises:
             VerificationError: what differs forbids the run.
@@ -96,7 +102,7 @@ class CheckedCertificate:
                     f"verify again with what generation uses"
                 )
         before, now = (described.get("settings") or {} for described in (self.engine, engine))
-        for name, usual in _MAKE_ANOTHER_MODEL.items():
+        for name, usual in _MAKE_ANOTHER_MODEL.items() if "settings" in engine else ():
             if canonical(before.get(name, usual)) != canonical(now.get(name, usual)):
                 was, found = _plain(before.get(name, usual)), _plain(now.get(name, usual))
                 raise VerificationError(
@@ -241,12 +247,12 @@ def _counted(names: Sequence[str], one: str, more: str) -> str:
 
 def _differences(certified: Mapping[str, Any], running: Mapping[str, Any]) -> list[str]:
     """What else differs between two engine descriptions. Where the model lies does not count, nor which dtype vLLM was asked for,
-    which earlier versions told: the one that was used is compared on its own.
+    which earlier versions told: the one that was used is compared on its own, as is what makes another model.
     """
     found = []
     for part in ("versions", "settings"):
         before, now = (dict(described.get(part) or {}) for described in (certified, running))
-        for name in sorted((set(before) | set(now)) - {"model", "adapter", "dtype"}):
+        for name in sorted((set(before) | set(now)) - {"model", "dtype", *_MAKE_ANOTHER_MODEL}):
             if canonical(before.get(name)) != canonical(now.get(name)):
                 found.append(f"{name} was {_plain(before.get(name))}, is {_plain(now.get(name))}")
     if certified.get("device") != running.get("device"):

@@ -26,6 +26,7 @@ from lora_merge.engines.labels import DecisionLabels
 from lora_merge.engines.live_model import LiveModel, SharedPrefix, unwrapped
 from lora_merge.engines.loading import load_adapter, load_causal_model, resolve_device
 from lora_merge.engines.model_files import id_union, library_versions, load_tokenizer
+from lora_merge.engines.own_code import runs_own_code
 from lora_merge.engines.prompts import Prompt, check_ids, decode_continuation
 from lora_merge.engines.protocol import Completion, GenerationLimits
 from lora_merge.engines.scores import DecisionScore
@@ -276,6 +277,7 @@ class TransformersEngine:
             "device": device_name(model.device),
             "settings": {
                 **self._source,
+                "trust_remote_code": runs_own_code(unwrapped(model.module), self.tokenizer),
                 "attention": str(getattr(model.text_config, "_attn_implementation", None)),
                 "batch_size": _at_most(self.batch_size, self.score_fit),
                 "write_batch_size": _at_most(self.write_batch_size, self.write_fit),

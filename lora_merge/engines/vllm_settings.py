@@ -56,7 +56,10 @@ def check_loaded(path: str | Path, config: Any) -> None:
 
 
 def effective_settings(config: Any) -> dict[str, Any]:
-    """What ``config``, vLLM's ``vllm_config``, says that is used, whatever was asked for; JSON-ready."""
+    """What ``config``, vLLM's ``vllm_config``, says that is used, whatever was asked for; JSON-ready.
+
+    Trust in the checkpoint's own Python code counts where there is any.
+    """
     model, cache, scheduler = config.model_config, config.cache_config, config.scheduler_config
     overrides = model.hf_overrides
     return {
@@ -66,7 +69,7 @@ def effective_settings(config: Any) -> dict[str, Any]:
         "load_format": _plain(config.load_config.load_format),
         "hf_overrides": _plain(overrides) if overrides else None,
         "generation_config": model.generation_config,
-        "trust_remote_code": model.trust_remote_code,
+        "trust_remote_code": bool(model.trust_remote_code and getattr(model.hf_config, "auto_map", None)),
         "seed": model.seed,
         "enforce_eager": model.enforce_eager,
         "max_model_len": model.max_model_len,

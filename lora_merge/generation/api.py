@@ -101,7 +101,7 @@ def generate_gated(
             say(f"the certificate counted flips at a skip threshold of {certified:g}, this run has {options.skip_threshold:g}")
         spool = stack.enter_context(PromptSpool(target.parent))
         aside = stack.enter_context(contextlib.closing(PendingFile(quarantine_path(target))))
-        tokenizer = load_tokenizer(gate.model)
+        tokenizer = load_tokenizer(gate.model, trust_remote_code=options.engine.trust_remote_code)
         intake = _take_in(gate.model, tokenizer, Path(prompts), options, settled, spool, aside, phases)
         if earlier is None:
             intake.set_aside()  # to be looked at, also where it is too much

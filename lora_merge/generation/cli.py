@@ -87,6 +87,7 @@ def gate_options(command: Any) -> Any:
 @click.option("--max-model-len", type=click.IntRange(1), help="vLLM's own; bounds the prompts in either engine.")
 @click.option("--gpu-memory-utilization", type=Share(0, 1, min_open=True), help="vLLM's own.")
 @click.option("--max-num-seqs", type=click.IntRange(1), help="vLLM's own.")
+@click.option("--trust-remote-code", is_flag=True, help="Let Python code in the checkpoint run.")
 @click.option("--format", "output_format", type=click.Choice(["human", "json"]), default="human", show_default=True)
 @click.option("--quiet", is_flag=True, help="No progress and no notes; warnings and errors only.")
 @click.option("--verbose", is_flag=True, help="Let the other libraries speak.")
@@ -194,8 +195,8 @@ def _gate_options(given: dict[str, Any]) -> GateOptions:
 def _options(given: dict[str, Any]) -> Any:
     from lora_merge.generation.options import EngineOptions, GenerateOptions
 
-    names = ("engine", "dtype", "batch_size", "tensor_parallel_size", "max_model_len", "gpu_memory_utilization", "max_num_seqs")
-    engine = EngineOptions(**{name: given.pop(name) for name in names})
+    sizes = ("batch_size", "tensor_parallel_size", "max_model_len", "gpu_memory_utilization", "max_num_seqs")
+    engine = EngineOptions(**{name: given.pop(name) for name in ("engine", "dtype", *sizes, "trust_remote_code")})
     return GenerateOptions(gate=_gate_options(given), engine=engine, **given)
 
 

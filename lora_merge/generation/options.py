@@ -58,6 +58,7 @@ class EngineOptions:
         device: for Transformers; vLLM runs on the device it was built for.
         batch_size: texts that Transformers writes at once; None for 1,024 on a GPU, where that many fit, and 128 without.
         tensor_parallel_size, max_model_len, gpu_memory_utilization, max_num_seqs: vLLM's own, under its names.
+        trust_remote_code: whether Python code in the checkpoint may run. One that was certified with it runs with it only.
     """
 
     engine: EngineKind = "auto"
@@ -68,6 +69,7 @@ class EngineOptions:
     max_model_len: int | None = None
     gpu_memory_utilization: float | None = None
     max_num_seqs: int | None = None
+    trust_remote_code: bool = False
 
     def vllm_options(self) -> dict[str, Any]:
         """Those that are vLLM's and were given."""

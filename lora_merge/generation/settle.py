@@ -8,6 +8,7 @@ from typing import Any
 
 from lora_merge.engines.labels import DecisionLabels
 from lora_merge.engines.opening import EngineKind, vllm_is_installed
+from lora_merge.engines.own_code import code_from_elsewhere
 from lora_merge.engines.prompts import DEFAULT_PREFILL
 from lora_merge.generation.errors import GenerationError
 from lora_merge.generation.gate import Gate
@@ -42,7 +43,7 @@ class Settled:
     chunk_size: int
     longest: int = 0
 
-    def hf_options(self) -> dict[str, int]:
+    def hf_options(self) -> dict[str, Any]:
         """Options of the Transformers engine; none where vLLM runs."""
         if self.kind != "hf":
             return {}
@@ -50,11 +51,16 @@ class Settled:
 
         deciding, writing = usual_batches(self.engine.device)
         given = self.engine.batch_size
-        return {"batch_size": deciding, "write_batch_size": writing if given is None else given}
+        sizes = {"batch_size": deciding, "write_batch_size": writing if given is None else given}
+        return {**sizes, "trust_remote_code": self.engine.trust_remote_code}
 
     def vllm_options(self) -> dict[str, Any]:
         """Options of the vLLM engine."""
-        return {**self.engine.vllm_options(), "longest": self.longest}
+        return {
+            **self.engine.vllm_options(),
+            "longest": self.longest,
+            "trust_remote_code": self.engine.trust_remote_code,
+        }
 
     def to_json(self, options: GenerateOptions, labels: DecisionLabels) -> dict[str, Any]:
         """Everything chosen that can move a row, for the run record."""
@@ -102,6 +108,16 @@ def settle(options: GenerateOptions, gate: Gate, earlier: RunRecord | None) -> S
             raise GenerationError(
                 f"certificate {certificate.path}: was measured with labels {certified[0]!r} and {certified[1]!r}, this run has "
                 f"{settled.skip_label!r} and {settled.write_label!r}; verify again with what generation uses"
+            )
+        if (certificate.engine.get("settings") or {}).get("trust_remote_code") and not options.engine.trust_remote_code:
+            raise GenerationError(
+                f"certificate {certificate.path}: the checkpoint was measured with Python code of its own; "
+                "if you trust that code, let it run here too: --trust-remote-code"
+            )
+        elsewhere = code_from_elsewhere(gate.model) if options.engine.trust_remote_code else None
+        if elsewhere is not None:
+            raise GenerationError(
+                f"{elsewhere}, where nothing vouches for it; put it into the checkpoint's folder and verify again"
             )
         gate.check_use({"kind": ENGINE_NAMES[kind], "dtype": settled.dtype}, certificate.labels, settled.prefill)
     return settled
