@@ -14,6 +14,7 @@ from verification.checks import Check
 from verification.errors import VerificationError
 from verification.json_readers import (
     anything,
+    day,
     digest,
     filled_text,
     flag,
@@ -96,7 +97,8 @@ HEADER = record(
         "labels": _labels,
         "prefill": text,
         "prompts": record(
-            {"source": text, "total": whole(1), "scored": whole(1), "seed": or_null(whole(0)), "token_ids_sha256": digest}
+            {"source": text, "total": whole(1), "scored": whole(1), "seed": or_null(whole(0)), "token_ids_sha256": digest},
+            {"date": day},
         ),
         "arms": record({"reference": _ARM, "merged": _ARM}, dict.fromkeys(_SAMPLED_ARMS, _ARM)),
         "recipe": or_null(_recipe),

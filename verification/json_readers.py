@@ -6,6 +6,7 @@ A :data:`Reader` takes a parsed value and where it stands, and gives back what w
 
 from __future__ import annotations
 
+import datetime
 import json
 from collections.abc import Callable, Mapping
 from typing import Any, NoReturn, TypeVar
@@ -52,6 +53,16 @@ def flag(value: Any, where: str) -> bool:
 def digest(value: Any, where: str) -> str:
     """A hexadecimal SHA-256."""
     return str(value) if is_digest(value) else refuse(where, value, "a hexadecimal SHA-256")
+
+
+def day(value: Any, where: str) -> str:
+    """A day as ``2026-11-30``."""
+    try:
+        if isinstance(value, str) and datetime.date.fromisoformat(value).isoformat() == value:
+            return value
+    except ValueError:
+        pass
+    refuse(where, value, "a day such as 2026-11-30")
 
 
 def whole(least: int, most: int | None = None) -> Reader[int]:

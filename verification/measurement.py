@@ -133,7 +133,8 @@ class Conditions:
     Attributes:
         labels: the decision labels and their token ids.
         prefill: text between prompt and decision.
-        prompts: ``{"source", "total", "scored", "seed", "token_ids_sha256"}``; seed is null unless a sample was scored.
+        prompts: ``{"source", "total", "scored", "seed", "token_ids_sha256"}``; seed is null unless a sample was scored. ``date``
+            too, where the chat template writes one into the prompts.
         arms: arm -> engine kind, versions, dtype, device, settings, and where its model came from.
         recipe: the reference's quantization recipe, or null where it is not known.
         recipe_origin: who says so: ``reference``, ``adapter``, ``base``, ``flags``, ``manifest`` or ``assumed``.
@@ -248,10 +249,10 @@ def pair(prompts: Sequence[Prompt], arms: Mapping[str, Sequence[DecisionScore]])
     )
 
 
-def match_token_ids(prompts: Sequence[Prompt], recorded: Mapping[str, str]) -> None:
+def match_token_ids(prompts: Sequence[Prompt], recorded: Mapping[str, str], date: str | None = None) -> None:
     """Make sure that a recorded reference answered exactly these prompts.
 
-    ``recorded``: id -> digest of the token ids that were scored.
+    ``recorded``: id -> digest of the token ids that were scored. ``date``: the day that the reference says its prompts are of.
 
     Raises:
         Inconclusive: an id is missing on one side, or the token ids of one differ.
@@ -268,10 +269,13 @@ def match_token_ids(prompts: Sequence[Prompt], recorded: Mapping[str, str]) -> N
     if changed:
         first = changed[0]
         begin = ", ".join(map(str, first.token_ids[:_SHOWN_IDS]))
+        reasons = "another tokenizer, library version, chat template, prefill or prompt text; nothing can be compared"
+        if first.date is not None and date is None:
+            known = "the chat template writes the date into its prompts, and the reference does not say of which day it is"
+            reasons = f"{known}; record it again, or it is {reasons}"
         raise Inconclusive(
-            f"the token ids of {len(changed)} of {len(own)} prompts differ from those of the reference: another tokenizer, "
-            "library version, chat template, prefill or prompt text; nothing can be compared. The reference holds only a digest "
-            f"of its ids; here {first.id!r} has {len(first.token_ids)} tokens, {begin} first"
+            f"the token ids of {len(changed)} of {len(own)} prompts differ from those of the reference: {reasons}. The reference "
+            f"holds only a digest of its ids; here {first.id!r} has {len(first.token_ids)} tokens, {begin} first"
         )
 
 

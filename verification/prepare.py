@@ -4,6 +4,7 @@ same.
 
 from __future__ import annotations
 
+import datetime
 import json
 import os
 from collections.abc import Iterator, Sequence
@@ -13,7 +14,7 @@ from typing import Any
 
 from lora_merge.engines.labels import DecisionLabels, resolve_labels
 from lora_merge.engines.model_files import load_tokenizer, max_positions, vocabulary_rows
-from lora_merge.engines.prompts import DEFAULT_PREFILL, Prompt, read_prompt_rows, token_ids_digest, tokenize
+from lora_merge.engines.prompts import DEFAULT_PREFILL, Prompt, read_prompt_rows, today, token_ids_digest, tokenize
 from lora_merge.merging.checkpoint import weights_elsewhere
 from lora_merge.merging.tokenizer_files import TEMPLATE, choose_tokenizer
 from verification.checks import Check, Outcome
@@ -78,12 +79,15 @@ def prepare(
     tokenizer = load_tokenizer(merged, trust_remote_code=trust_remote_code)
     prefill = _agreed("prefill", options.prefill, None if reference is None else reference.prefill, DEFAULT_PREFILL)
     limit = max_positions(merged)
+    recorded = None if reference is None else reference.date
+    date = today() if recorded is None else datetime.date.fromisoformat(recorded)
     made = tokenize(
         read_prompt_rows(Path(prompts)),
         tokenizer,
         prefill=prefill,
         max_length=None if limit is None else limit - 1,
         vocabulary=vocabulary_rows(merged),
+        date=date,
     )
     known = None if reference is None else reference.labels
     labels = resolve_labels(
@@ -100,18 +104,20 @@ def prepare(
         )
     chosen = _sample(made, options)
     if reference is not None:
-        match_token_ids(made, reference.token_ids_sha256)  # all, so that no sample can be of prompts that were picked for it
+        # All of them, so that no sample can be of prompts that were picked for it.
+        match_token_ids(made, reference.token_ids_sha256, recorded)
         findings: tuple[Check, ...] = (
             Check("token-ids", Outcome.PASSED, f"the reference answered these very {len(made)} prompts"),
         )
     else:
-        findings = tuple(_tokenizer_findings(chosen, sources, prompts, prefill, trust_remote_code))
+        findings = tuple(_tokenizer_findings(chosen, sources, prompts, prefill, trust_remote_code, date))
     about = {
         "source": Path(prompts).name,
         "total": len(made),
         "scored": len(chosen),
         "seed": options.seed if len(chosen) < len(made) else None,
         "token_ids_sha256": token_ids_digest(chosen),
+        **({} if (written := next((prompt.date for prompt in chosen if prompt.date), None)) is None else {"date": written}),
     }
     return Prepared(tuple(chosen), labels, prefill, about, (*findings, *tied_head_findings(merged), *_file_findings(merged)))
 
@@ -173,7 +179,12 @@ def _sample(prompts: Sequence[Prompt], options: DecisionOptions) -> list[Prompt]
 
 
 def _tokenizer_findings(
-    chosen: Sequence[Prompt], sources: Sources, prompts: str | os.PathLike[str], prefill: str, trust_remote_code: bool
+    chosen: Sequence[Prompt],
+    sources: Sources,
+    prompts: str | os.PathLike[str],
+    prefill: str,
+    trust_remote_code: bool,
+    date: datetime.date | None = None,
 ) -> Iterator[Check]:
     """The reference's own tokenizer, beside its adapter or its base, must make the same ids of these prompts."""
     folder, template = _tokenizer_of(sources)
@@ -183,7 +194,8 @@ def _tokenizer_findings(
     tokenizer = load_tokenizer(folder, trust_remote_code=trust_remote_code)
     if template is not None:
         tokenizer.chat_template = template.read_text(encoding="utf-8")
-    theirs = {prompt.id: prompt.token_ids for prompt in tokenize(read_prompt_rows(Path(prompts)), tokenizer, prefill=prefill)}
+    others = tokenize(read_prompt_rows(Path(prompts)), tokenizer, prefill=prefill, date=date)
+    theirs = {prompt.id: prompt.token_ids for prompt in others}
     changed = [prompt for prompt in chosen if theirs[prompt.id] != prompt.token_ids]
     if changed:
         first = changed[0]

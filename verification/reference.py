@@ -156,6 +156,7 @@ def score_reference(
             "batch_shape": _batch_shape_floor(model, made, labels, scores, fitted, second_batch_size, progress),
             "dequantized": dequantized_floor(scores, dequantized),
         },
+        date=next((prompt.date for prompt in made if prompt.date is not None), None),
     )
 
 

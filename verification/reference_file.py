@@ -20,7 +20,7 @@ from lora_merge.merging.quantization import QuantRecipe
 from verification.checks import is_number
 from verification.drift_file import ORIGINS
 from verification.errors import VerificationError
-from verification.json_readers import or_null
+from verification.json_readers import day, or_null
 from verification.measurement import NoiseFloor
 from verification.strict_json import canonical, expect_keys, strict_loads
 from verification.whole_file import write_whole
@@ -74,6 +74,7 @@ class Reference:
         noise_floors: by name (:data:`FLOORS`), each null when that was not measured. ``batch_shape``: how far the same model
             moved in another batch shape. ``dequantized``: how far it lies from its dequantized base with the unmerged adapter.
         sha256: of the file's bytes; None for one that was not read from a file.
+        date: the day, as ``2026-11-30``, that the chat template wrote into the prompts; None where it writes none.
     """
 
     model: Mapping[str, Any]
@@ -88,6 +89,7 @@ class Reference:
     token_ids_sha256: Mapping[str, str]
     noise_floors: Mapping[str, NoiseFloor | None]
     sha256: str | None = None
+    date: str | None = None
 
     def __repr__(self) -> str:
         """One line; every prompt in it would fill the screen of a notebook."""
@@ -125,6 +127,7 @@ class Reference:
             "noise_floors": {
                 name: None if (floor := self.noise_floors.get(name)) is None else floor.to_json() for name in FLOORS
             },
+            **({} if self.date is None else {"date": self.date}),
         }
 
 
@@ -169,6 +172,7 @@ def read_reference(path: str | os.PathLike[str]) -> Reference:
         token_ids_sha256=digests,
         noise_floors=_read_floors(header, f"{path} line 1"),
         sha256=hashlib.sha256(data).hexdigest(),
+        date=header.get("date"),
     )
     if reference.token_ids_digest != header["prompts"]["token_ids_sha256"]:
         raise VerificationError(f"{path}: the token ids of its prompts do not add up to the digest in its header; it was changed")
@@ -236,7 +240,9 @@ def _read_header(value: Any, where: str) -> Mapping[str, Any]:
         raise VerificationError(
             f"{where}: format {value.get('format')!r} version {version!r}; expected {FORMAT!r} version 1 to {VERSION}"
         )
-    header = expect_keys(value, _HEADERS[version], where)
+    header = expect_keys(value, _HEADERS[version], where, frozenset({"date"}))
+    if "date" in header:
+        day(header["date"], f"{where}: date")
     if header.get("recipe_origin", "reference") not in ORIGINS:
         raise VerificationError(f"{where}: recipe_origin is {header['recipe_origin']!r}; expected one of {', '.join(ORIGINS)}")
     expect_keys(header["model"], {"name", "revision", "type"}, f"{where}: model")

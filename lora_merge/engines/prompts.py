@@ -2,11 +2,13 @@
 
 Plain text becomes ``text + prefill`` with exactly one BOS where the tokenizer wants one; a conversation goes through the
 tokenizer's chat template, which holds its own BOS, and the prefill begins the assistant's turn. Both are encoded without
-added special tokens, so no EOS slips in before the decision. Ids that come ready-made are only checked.
+added special tokens, so no EOS slips in before the decision. Ids that come ready-made are only checked. A template that writes
+the date into its prompts (Llama 3.2's does) gets the one that it is told, so that the same prompts can be made on another day.
 """
 
 from __future__ import annotations
 
+import datetime
 import hashlib
 import itertools
 import json
@@ -39,6 +41,7 @@ __all__ = [
     "read_prompt_rows",
     "read_prompts",
     "rows_from_mappings",
+    "today",
     "token_ids_digest",
     "token_ids_sha256",
     "tokenize",
@@ -57,7 +60,8 @@ class Prompt:
 
     ``token_ids``: the final ids, BOS and prefill included; the next token is the decision. ``fields``: what passes through
     from its row. ``text``: what the ids were encoded from, without a BOS that was put before it; None when the row brought
-    ids. ``line``: the row's line in its file.
+    ids. ``line``: the row's line in its file. ``date``: the day, as ``2026-11-30``, that a chat template which asks for it was
+    told; None where none asked.
     """
 
     id: str
@@ -65,6 +69,7 @@ class Prompt:
     fields: Mapping[str, Any] = field(default_factory=dict)
     text: str | None = field(default=None, compare=False, repr=False)
     line: int = field(default=0, compare=False)
+    date: str | None = field(default=None, compare=False)
 
 
 def read_prompts(
@@ -86,13 +91,15 @@ def tokenize(
     max_length: int | None = None,
     vocabulary: int | None = None,
     bos: bool | None = None,
+    date: datetime.date | None = None,
 ) -> list[Prompt]:
     """``rows`` as prompts; the first that is no good raises :class:`EngineError` with its id and the reason.
 
     Arguments as in :func:`tokenize_rows`.
     """
     prompts = []
-    for item in tokenize_rows(rows, tokenizer, prefill=prefill, max_length=max_length, vocabulary=vocabulary, bos=bos):
+    how: dict[str, Any] = {"prefill": prefill, "max_length": max_length, "vocabulary": vocabulary, "bos": bos, "date": date}
+    for item in tokenize_rows(rows, tokenizer, **how):
         if isinstance(item, BadRow):
             raise EngineError(f"prompt {item.id!r} (line {item.line}): {item.reason}")
         prompts.append(item)
@@ -107,18 +114,26 @@ def tokenize_rows(
     max_length: int | None = None,
     vocabulary: int | None = None,
     bos: bool | None = None,
+    date: datetime.date | None = None,
 ) -> Iterator[Prompt | BadRow]:
     """Each row as a prompt, or as a bad row with the reason; bad rows pass through. Order is kept and memory is bounded.
 
     ``prefill``: appended to ``prompt`` and after the chat template of ``messages``. ``max_length``: most tokens a prompt may
     have, so the model's positions less what will be written. ``vocabulary``: rows of the model's embedding
     (:func:`~lora_merge.engines.model_files.vocabulary_rows`), which the tokenizer may know more tokens than. ``bos``:
-    whether every prompt must have exactly one BOS, at its beginning; None asks :func:`wants_bos`.
+    whether every prompt must have exactly one BOS, at its beginning; None asks :func:`wants_bos`. ``date``: of which day, at
+    midnight, a chat template that asks for the date is told; None for today.
     """
-    encoder = _Encoder(tokenizer, prefill, max_length, vocabulary, wants_bos(tokenizer) if bos is None else bos)
+    begins = wants_bos(tokenizer) if bos is None else bos
+    encoder = _Encoder(tokenizer, prefill, max_length, vocabulary, begins, date or today())
     iterator = iter(rows)
     while chunk := list(itertools.islice(iterator, _CHUNK)):
         yield from encoder.encode_chunk(chunk)
+
+
+def today() -> datetime.date:
+    """The day that prompts are of which nobody says another one of."""
+    return datetime.date.today()
 
 
 def wants_bos(tokenizer: PreTrainedTokenizerBase) -> bool:
@@ -198,6 +213,7 @@ class _Encoder:
     max_length: int | None
     vocabulary: int | None
     bos: bool
+    date: datetime.date
 
     def encode_chunk(self, rows: Sequence[PromptRow | BadRow]) -> Iterator[Prompt | BadRow]:
         """One pass over the tokenizer for a whole chunk: the fast tokenizers encode it in parallel."""
@@ -238,10 +254,17 @@ class _Encoder:
             )
         try:
             messages = [dict(message) for message in row.messages or ()]
-            rendered = self.tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
+            clock = {"strftime_now": self._strftime} if self._asks_for_the_date(row) else {}  # in place of transformers' own
+            rendered = self.tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False, **clock)
         except Exception as error:  # a template is a program of the model's author: it raises whatever it likes
             return _bad(row, f"the chat template refuses its messages: {error}")
         return str(rendered)
+
+    def _asks_for_the_date(self, row: PromptRow) -> bool:
+        return row.messages is not None and "strftime_now" in str(self.tokenizer.chat_template or "")
+
+    def _strftime(self, format: str) -> str:
+        return datetime.datetime.combine(self.date, datetime.time.min).strftime(format)
 
     def _prompt(self, row: PromptRow, text: str | None, ids: Sequence[int]) -> Prompt | BadRow:
         bos = self.tokenizer.bos_token_id
@@ -249,7 +272,8 @@ class _Encoder:
             ids = [bos, *ids]
         reason = self._bos_problem(ids) or self._length_problem(ids)
         reason = reason or (None if text else self._foreign_ids_problem(ids)) or self._row_problem(ids)
-        return _bad(row, reason) if reason else Prompt(row.id, tuple(ids), row.fields, text, row.line)
+        date = self.date.isoformat() if self._asks_for_the_date(row) else None
+        return _bad(row, reason) if reason else Prompt(row.id, tuple(ids), row.fields, text, row.line, date)
 
     def _bos_problem(self, ids: Sequence[int]) -> str | None:
         bos = self.tokenizer.bos_token_id

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import datetime
 import hashlib
 
 import pytest
@@ -159,3 +160,22 @@ def test_another_tokenizer_gives_another_digest(tokenizer):
 def test_a_continuation_is_what_the_whole_text_gains(tokenizer):
     before, after = encode(tokenizer, 'leek {"decision": "write'), encode(tokenizer, '", "text": "국 좋다"}')
     assert decode_continuation(tokenizer, before, [*after, 1]) == '", "text": "국 좋다"}'
+
+
+def test_a_template_that_asks_for_the_date_gets_the_one_it_is_told() -> None:
+    """Oracle: the text with the date written out. Llama 3.2's template asks so; one that does not gets nothing, and says none."""
+    tokenizer = make_tokenizer()
+    dated = "{{ bos_token }}{{ strftime_now('%d %b %Y %H:%M') }}{% for message in messages %}{{ message['content'] }}{% endfor %}"
+    rows = [{"id": "a", "messages": [{"role": "user", "content": "milk"}]}, {"id": "b", "prompt": "milk"}]
+    day = datetime.date(2026, 1, 31)
+    for template, date, text in (
+        (dated, "2026-01-31", "31 Jan 2026 00:00milk"),
+        ("{{ bos_token }}{{ messages[0]['content'] }}", None, "milk"),
+    ):
+        tokenizer.chat_template = template
+        chat, plain = tokenize(rows_from_mappings(rows), tokenizer, date=day)
+        assert (chat.date, plain.date) == (date, None)
+        assert chat.text == tokenizer.bos_token + text + DEFAULT_PREFILL
+    tokenizer.chat_template = dated
+    (chat, _), today = tokenize(rows_from_mappings(rows), tokenizer), datetime.date.today()
+    assert chat.date in (today.isoformat(), (today - datetime.timedelta(1)).isoformat())
