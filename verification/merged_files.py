@@ -154,13 +154,13 @@ def manifest_findings(merged: Path, files: Mapping[str, str], *, bit_by_bit: boo
     elif not anew and not added:
         yield Check(WRITTEN_CHECK, Outcome.PASSED, f"all {len(written)} files are as lora-merge wrote them")
     if added:
-        named = f"{_listed(added)} {'is' if len(added) == 1 else 'are'} not of the merge"
+        named = f"{listed(added)} {'is' if len(added) == 1 else 'are'} not of the merge"
         advice = "engines and tokenizers could read that; take out what is not meant"
         yield Check(WRITTEN_CHECK, Outcome.WARNED, f"{named}; {advice}")
 
 
-def _listed(names: Sequence[str]) -> str:
-    """The first of ``names``, and how many more there are."""
+def listed(names: Sequence[str]) -> str:
+    """In words, the first of ``names``, and how many more there are."""
     more = len(names) - _SHOWN
     parts = [*names[:_SHOWN], f"{more} more"] if more > 0 else names
     return " and ".join([", ".join(parts[:-1]), parts[-1]]) if len(parts) > 1 else parts[0]

@@ -16,13 +16,14 @@ from lora_merge.engines.labels import DecisionLabels, resolve_labels
 from lora_merge.engines.model_files import load_tokenizer, max_positions, vocabulary_rows
 from lora_merge.engines.prompts import DEFAULT_PREFILL, Prompt, read_prompt_rows, today, token_ids_digest, tokenize
 from lora_merge.merging.checkpoint import weights_elsewhere
-from lora_merge.merging.tokenizer_files import TEMPLATE, choose_tokenizer
 from verification.checks import Check, Outcome
 from verification.errors import Inconclusive
 from verification.measurement import match_token_ids
 from verification.reference_file import Reference
 from verification.sampling import sample_of
 from verification.sources import Sources
+from verification.tokenizers import reference_tokenizer
+from verification.unrecorded import unrecorded_findings
 
 
 @dataclass(frozen=True)
@@ -119,7 +120,12 @@ def prepare(
         "token_ids_sha256": token_ids_digest(chosen),
         **({} if (written := next((prompt.date for prompt in chosen if prompt.date), None)) is None else {"date": written}),
     }
-    return Prepared(tuple(chosen), labels, prefill, about, (*findings, *tied_head_findings(merged), *_file_findings(merged)))
+    beside = (
+        *unrecorded_findings(merged, tokenizer, sources, trust_remote_code=trust_remote_code),
+        *tied_head_findings(merged),
+        *_file_findings(merged),
+    )
+    return Prepared(tuple(chosen), labels, prefill, about, (*findings, *beside))
 
 
 def tied_head_findings(folder: Path) -> Iterator[Check]:
@@ -187,13 +193,11 @@ def _tokenizer_findings(
     date: datetime.date | None = None,
 ) -> Iterator[Check]:
     """The reference's own tokenizer, beside its adapter or its base, must make the same ids of these prompts."""
-    folder, template = _tokenizer_of(sources)
-    if folder is None:
+    found = reference_tokenizer(sources, trust_remote_code=trust_remote_code)
+    if found is None:
         yield Check("token-ids", Outcome.WARNED, "neither adapter nor base has a tokenizer, so the ids cannot be compared")
         return
-    tokenizer = load_tokenizer(folder, trust_remote_code=trust_remote_code)
-    if template is not None:
-        tokenizer.chat_template = template.read_text(encoding="utf-8")
+    tokenizer, folder = found
     others = tokenize(read_prompt_rows(Path(prompts)), tokenizer, prefill=prefill, date=date)
     theirs = {prompt.id: prompt.token_ids for prompt in others}
     changed = [prompt for prompt in chosen if theirs[prompt.id] != prompt.token_ids]
@@ -216,16 +220,3 @@ def _first_difference(prompt: str, merged: Sequence[int], other: Sequence[int]) 
         place = min(len(merged), len(other))
     here, there = (f"{ids[place]}" if place < len(ids) else "the end" for ids in (merged, other))
     return f"{prompt!r} has {len(merged)} tokens, and {len(other)} there; they part at token {place}: {here}, and {there} there"
-
-
-def _tokenizer_of(sources: Sources) -> tuple[Path | None, Path | None]:
-    """The folder whose tokenizer the reference has, by the rule of a merge, and the adapter's chat template on top of it."""
-    folders = [folder for folder in (sources.base, sources.adapter) if folder is not None]
-    if not folders:
-        return None, None
-    chosen = choose_tokenizer(folders[0], folders[1:])
-    if not chosen.files:
-        return None, None
-    if chosen.what == "chat template":
-        return folders[0].path, chosen.files[TEMPLATE]
-    return (chosen.folder or folders[0]).path, None

@@ -12,8 +12,9 @@ from typing import TYPE_CHECKING, Any
 from lora_merge.engines.errors import EngineError
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
+    from transformers import PretrainedConfig, PreTrainedTokenizerBase
 
+_MESSAGE_LIMIT = 400
 _EMBEDDINGS = (
     "embed_tokens.weight",  # most
     "wte.weight",  # GPT-2, MPT
@@ -30,11 +31,35 @@ def load_tokenizer(path: str | Path, *, revision: str | None = None, trust_remot
 
     try:
         tokenizer = AutoTokenizer.from_pretrained(str(path), revision=revision, trust_remote_code=trust_remote_code)
-    except (OSError, ValueError, ImportError, KeyError) as error:
-        raise EngineError(f"no tokenizer loads from {path}: {error}") from error
+    # A class of a tokenizer or a configuration runs its own code on what stands in the files, which can fail in any way.
+    except Exception as error:
+        raise EngineError(f"no tokenizer loads from {path}: {brief(error)}") from error
     if not isinstance(tokenizer("a")["input_ids"], list):
         raise EngineError(f"the tokenizer of {path} returns {type(tokenizer('a')['input_ids']).__name__}; expected lists of ids")
     return tokenizer
+
+
+def load_config(folder: str | Path, *, trust_remote_code: bool = False) -> PretrainedConfig:
+    """The configuration in ``folder`` as its class reads it, with the class's own values for what config.json leaves out.
+
+    Raises:
+        EngineError: there is none that transformers takes.
+    """
+    from transformers import AutoConfig
+
+    try:
+        return AutoConfig.from_pretrained(str(folder), trust_remote_code=trust_remote_code)
+    # The class runs its own code on values from outside, which can fail in any way.
+    except Exception as error:
+        raise EngineError(
+            f"{Path(folder) / 'config.json'} is no configuration that transformers can load: {brief(error)}"
+        ) from error
+
+
+def brief(error: Exception) -> str:
+    """The beginning of a library's message, in one line: it can run to one line a tensor."""
+    text = " ".join(str(error).split()) or type(error).__name__
+    return text if len(text) <= _MESSAGE_LIMIT else f"{text[:_MESSAGE_LIMIT]} ..."
 
 
 def max_positions(folder: str | Path) -> int | None:
