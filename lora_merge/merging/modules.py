@@ -18,6 +18,16 @@ RULE = "default"
 """The word for transformers' rule in a list of quantized modules."""
 
 
+_PARAMETER_ROUTERS = frozenset("deepseek_v2 deepseek_v3 dots1 glm4_moe glm4v_moe glm4v_moe_text".split())
+"""Model types with experts as layers whose router was a parameter in transformers 4 already, and so never quantized."""
+_LAYER_ROUTERS = {
+    **dict.fromkeys(("granitemoe", "granitemoeshared", "granitemoehybrid"), "*.router.layer"),
+    **dict.fromkeys(("aria", "aria_text"), "*.mlp.router"),
+    **dict.fromkeys(("llama4", "llama4_text"), "*.feed_forward.router"),
+}
+"""Model types whose router transformers 4 quantized and transformers 5 does not, though their experts are no question."""
+
+
 @dataclass(frozen=True)
 class QuantizedTensor:
     """A base tensor that 4-bit layers held in training.
@@ -52,6 +62,8 @@ def quantized_tensors(
         modules += quantized_modules(architecture, recipe.skip_modules)
         if wanted is None:
             found = _expert_layers(base, architecture, experts_as_layers)
+            if experts_as_layers is None:
+                _check_routers(base, architecture)
     for entry in wanted or ():
         if entry != RULE:
             modules += _selected(entry, base)
@@ -119,8 +131,23 @@ def _expert_layers(base: Checkpoint, architecture: Architecture, experts_as_laye
             "layers of their own and transformers 5 leaves as they are; the adapter does not tell which trained it: give "
             f"--quantized-modules {RULE} for version 5, or --quantized-modules '{RULE},*.experts.*,*.gate' for version 4"
         )
-    routers = {f"{name.partition('.experts.')[0]}.gate.weight" for name in experts} & set(base.tensors)
+    routers: set[str] = set()
+    if _PARAMETER_ROUTERS.isdisjoint(architecture.model_types):
+        blocks = {name.partition(".experts.")[0] for name in experts}
+        # The class of PhiMoE calls the same layer otherwise than its files do.
+        routers = {f"{block}.{router}.weight" for block in blocks for router in ("gate", "router")} & set(base.tensors)
     return {**experts, **{name: QuantizedTensor() for name in sorted(routers)}}
+
+
+def _check_routers(base: Checkpoint, architecture: Architecture) -> None:
+    """Refuse to guess where the generation of transformers that trained the adapter decides about the routers alone."""
+    for kind, pattern in _LAYER_ROUTERS.items():
+        if kind in architecture.model_types and _matching(pattern, base):
+            raise MergeError(
+                f"base {base.folder.source}: its routers, such as {_matching(pattern, base)[0]}, were quantized by transformers "
+                f"4 and are not by transformers 5; nothing tells which trained the adapter: give --quantized-modules {RULE} for "
+                f"version 5, or --quantized-modules '{RULE},{pattern}' for version 4"
+            )
 
 
 def has_patterns(modules: Iterable[str]) -> bool:
@@ -132,9 +159,13 @@ def _selected(entry: str, base: Checkpoint) -> list[str]:
     """The modules that one entry of a list of quantized modules stands for: a name, or a pattern with ``*``."""
     if "*" not in entry and "?" not in entry:
         return [entry]
-    # Norms have weights too, but only matrices were ever quantized.
-    matrices = [name.removesuffix(".weight") for name, tensor in sorted(base.tensors.items()) if len(tensor.shape) == 2]
-    chosen = [module for module in matrices if fnmatch.fnmatchcase(module, entry)]
+    chosen = _matching(entry, base)
     if not chosen:
         raise MergeError(f"quantized modules: pattern {entry!r} matches no linear layer of the base")
     return chosen
+
+
+def _matching(pattern: str, base: Checkpoint) -> list[str]:
+    # Norms have weights too, but only matrices were ever quantized.
+    matrices = [name.removesuffix(".weight") for name, tensor in sorted(base.tensors.items()) if len(tensor.shape) == 2]
+    return [module for module in matrices if fnmatch.fnmatchcase(module, pattern)]
