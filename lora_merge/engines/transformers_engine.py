@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from lora_merge.console import Progress, no_progress
-from lora_merge.engines.batching import common_prefix_length, equal_length_batches, sorted_batches
+from lora_merge.engines.batching import batch_cost, common_prefix_length, equal_length_batches, sorted_batches
 from lora_merge.engines.errors import EngineError
 from lora_merge.engines.fitting import run_fitting
 from lora_merge.engines.greedy import TokenCounts, greedy_batch, shareable_prefix
@@ -234,15 +234,14 @@ class TransformersEngine:
     ) -> list[Completion]:
         """See :class:`~lora_merge.engines.protocol.Engine`. No field of a generation config is applied.
 
-        Batches of similar length, at most ``write_batch_size`` rows; a row that has ended leaves its batch. A batch that the
-        device's memory cannot hold is halved.
+        Batches of similar length (:func:`~lora_merge.engines.batching.sorted_batches`), at most ``write_batch_size`` rows; a row
+        that has ended leaves its batch. A batch that the device's memory cannot hold is halved.
         """
         model, tokenizer = self._live(), self.tokenizer
         if tokenizer is None:
             raise EngineError("generate needs a tokenizer to decode with; give one to TransformersEngine.from_model")
         check_ids(prompts, model.vocabulary)
         stop_ids = frozenset(self._end_ids) | frozenset(limits.stop_token_ids)
-        make_batches = sorted_batches if model.has_plain_cache else equal_length_batches
         completions: list[Completion | None] = [None] * len(prompts)
         counts = TokenCounts()
         prefix = SharedPrefix(model)
@@ -260,12 +259,26 @@ class TransformersEngine:
                 completions[position] = _completion(tokenizer, prompt, ids, stop_ids)
 
         with model.reading():
-            batches = make_batches(prompts, self.write_batch_size)
+            batches = self._writing_batches(model, prompts, limits.max_new_tokens, everywhere)
             most = run_fitting(batches, write, _lengths(prompts), progress)
         if most < max(map(len, batches), default=1):
             self.write_fit = _at_most(most, self.write_fit)
         self.token_counts = counts + TokenCounts(shared=prefix.computed_tokens)
         return [completion for completion in completions if completion is not None]
+
+    def _writing_batches(
+        self, model: LiveModel, prompts: Sequence[Prompt], max_new_tokens: int, everywhere: int
+    ) -> list[list[int]]:
+        """Positions of ``prompts``, which all begin with ``everywhere`` common ids. Recorded settings alone decide."""
+        if not model.has_plain_cache:
+            return equal_length_batches(prompts, self.write_batch_size)
+        return sorted_batches(
+            prompts,
+            self.write_batch_size,
+            batch_cost(model.device.type, max_new_tokens),
+            shared=everywhere if self.share_prefix else 0,
+            shares_up_to=None if model.sliding_window is None else model.sliding_window - max_new_tokens,
+        )
 
     def describe(self) -> dict[str, Any]:
         """See :class:`~lora_merge.engines.protocol.Engine`. The batch sizes are those to which batches were halved so far."""

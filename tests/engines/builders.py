@@ -85,7 +85,7 @@ def make_model(kind: str, **changes: object) -> torch.nn.Module:
     if kind == "qwen2":
         return Qwen2ForCausalLM(Qwen2Config(**common)).eval()
     layers = ["sliding_attention", "full_attention", "sliding_attention"]
-    config = Gemma3TextConfig(**common, head_dim=32, layer_types=layers, sliding_window=12, query_pre_attn_scalar=32)
+    config = Gemma3TextConfig(**{"sliding_window": 12, **common}, head_dim=32, layer_types=layers, query_pre_attn_scalar=32)
     model = Gemma3ForCausalLM(config).eval()
     with torch.no_grad():  # scaled and tied, the embedding would repeat the last token for ever
         model.model.embed_tokens.weight.mul_(0.25)

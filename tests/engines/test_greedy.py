@@ -11,9 +11,10 @@ from transformers import GenerationConfig, LlamaForCausalLM
 
 from lora_merge.engines.errors import EngineError
 from lora_merge.engines.greedy import TokenCounts
+from lora_merge.engines.prompts import Prompt
 from lora_merge.engines.protocol import GenerationLimits
 from lora_merge.engines.transformers_engine import TransformersEngine
-from tests.engines.builders import make_model
+from tests.engines.builders import make_model, make_tokenizer
 
 LENGTH = 20
 
@@ -151,3 +152,25 @@ def test_one_token_and_no_tokenizer(prompts, tokenizer):
         TransformersEngine.from_model(model).generate(prompts, GenerationLimits(1))
     with pytest.raises(EngineError, match="at least 1"):
         GenerationLimits(0)
+
+
+def made_up(name, *ids):
+    return Prompt(name, tuple(ids))
+
+
+def test_one_long_prompt_neither_pads_the_short_ones_nor_takes_their_shared_beginning():
+    """Oracle: ``generate``, and counts by hand. The long prompt outgrows the window of 64, so it shares with no other."""
+    model = make_model("gemma3", sliding_window=64)
+    beginning = tuple(range(20, 40))
+    short = [made_up(f"short {row}", *beginning, *range(50 + row, 56 + row + row % 2)) for row in range(24)]
+    long = made_up("long", *beginning, *(60 + index % 300 for index in range(180)))
+    engine = TransformersEngine.from_model(model, make_tokenizer(), share_prefix=True)
+    mixed = [*short[:10], long, *short[10:]]
+    completions = engine.generate(mixed, GenerationLimits(4))
+    assert [completion.id for completion in completions] == [prompt.id for prompt in mixed]
+    for prompt, completion in zip(mixed, completions, strict=True):
+        assert completion.token_ids == oracle(model, prompt, [1], 4)
+    counts = engine.token_counts
+    assert counts.shared == 20
+    assert counts.padding == 12
+    assert counts.prompt == 12 * 6 + 12 * 7 + 180
