@@ -52,15 +52,14 @@ class Settled:
         deciding, writing = usual_batches(self.engine.device)
         given = self.engine.batch_size
         sizes = {"batch_size": deciding, "write_batch_size": writing if given is None else given}
-        return {**sizes, "trust_remote_code": self.engine.trust_remote_code}
+        return {**sizes, **self._trust()}
 
     def vllm_options(self) -> dict[str, Any]:
         """Options of the vLLM engine."""
-        return {
-            **self.engine.vllm_options(),
-            "longest": self.longest,
-            "trust_remote_code": self.engine.trust_remote_code,
-        }
+        return {**self.engine.vllm_options(), "longest": self.longest, **self._trust()}
+
+    def _trust(self) -> dict[str, bool]:
+        return {"trust_remote_code": True} if self.engine.trust_remote_code else {}
 
     def to_json(self, options: GenerateOptions, labels: DecisionLabels) -> dict[str, Any]:
         """Everything chosen that can move a row, for the run record."""

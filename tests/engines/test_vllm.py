@@ -209,6 +209,14 @@ def test_it_runs_the_checkpoint_that_it_was_given(vllm, gemma_folder):
     assert (settings["adapter"], settings["quantization"], settings["load_format"]) == (None, None, "auto")
 
 
+def test_trust_counts_where_there_is_code_to_trust(vllm, monkeypatch):
+    config = vllm._live().llm_engine.vllm_config
+    monkeypatch.setattr(config.model_config, "trust_remote_code", True)
+    assert vllm.describe()["settings"]["trust_remote_code"] is False
+    monkeypatch.setattr(config.model_config.hf_config, "auto_map", {"AutoModelForCausalLM": "modeling.Own"}, raising=False)
+    assert vllm.describe()["settings"]["trust_remote_code"] is True
+
+
 def test_an_environment_that_puts_another_model_in_its_place_is_refused(gemma_folder, tmp_path, monkeypatch):
     """VLLM_MODEL_REDIRECT_PATH: vLLM 0.32's ModelConfig takes the folder that is written there, and says so in its log only."""
     redirects = tmp_path / "map.txt"
