@@ -16,6 +16,7 @@ from typing import Any, TextIO
 
 from lora_merge.console import Progress, no_progress, quiet_standard_error
 from lora_merge.engines.errors import EngineError
+from lora_merge.engines.interrupts import lasting_interrupts
 from lora_merge.engines.labels import DecisionLabels
 from lora_merge.engines.model_files import end_ids, library_versions, load_tokenizer, max_positions, sliding_window
 from lora_merge.engines.prompts import Prompt, check_ids, decode_continuation
@@ -124,10 +125,14 @@ class VllmEngine:
         arguments = {name: value for name, value in arguments.items() if value is not None}
         self._further = {name: value for name, value in engine_args.items() if isinstance(value, (str, int, float, bool))}
         self._environment = moving_environment()
+        self._llm: Any = None
         try:
             defaults = (_ON_CPU if eager else {}) if on_cpu else _ON_GPU
-            with _environment(defaults), noting_what_vllm_sets(), quiet_standard_error():
-                self._llm: Any = vllm.LLM(model=str(path), use_tqdm_on_load=show_loading, **arguments)
+            with _environment(defaults), noting_what_vllm_sets(), quiet_standard_error(), lasting_interrupts():
+                self._llm = vllm.LLM(model=str(path), use_tqdm_on_load=show_loading, **arguments)
+        except KeyboardInterrupt:
+            self.close()
+            raise
         except (OSError, ValueError, RuntimeError, TypeError, ImportError) as error:
             raise EngineError(f"vLLM {vllm.__version__} cannot load {path}: {error}") from error
         try:
