@@ -23,6 +23,7 @@ from lora_merge.engines.prompts import Prompt, check_ids, decode_continuation
 from lora_merge.engines.protocol import Completion, FinishReason, GenerationLimits
 from lora_merge.engines.scores import DecisionScore
 from lora_merge.engines.vllm_settings import (
+    asked_dtype,
     check_loaded,
     effective_settings,
     moving_environment,
@@ -108,7 +109,7 @@ class VllmEngine:
         eager = on_cpu if enforce_eager is None else enforce_eager
         window = None if on_cpu else _window_of_all(path, longest, trust_remote_code)
         arguments: dict[str, Any] = {
-            "dtype": dtype,
+            "dtype": asked_dtype(path, dtype, trust_remote_code),
             "seed": seed,
             "enable_prefix_caching": True,
             "generation_config": "vllm",

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from lora_merge.engines.errors import EngineError
+from lora_merge.engines.model_files import load_config
 
 _REFUSED = {
     "VLLM_MODEL_REDIRECT_PATH": "vLLM would load another checkpoint than the one that it is given",
@@ -34,6 +35,15 @@ def refuse_redirection() -> None:
     for name, effect in _REFUSED.items():
         if os.environ.get(name):
             raise EngineError(f"environment variable {name} is set: {effect}; unset it")
+
+
+def asked_dtype(path: str | Path, dtype: str, trust_remote_code: bool = False) -> str:
+    """What to ask vLLM for: its own ``auto`` means a 16-bit type where a checkpoint is in float32, ours the checkpoint's own."""
+    if dtype != "auto" or not Path(path).is_dir():
+        return dtype
+    config = load_config(path, trust_remote_code=trust_remote_code)
+    own = getattr(config, "dtype", None) or getattr(config.get_text_config(), "dtype", None)
+    return "float32" if str(own).removeprefix("torch.") == "float32" else dtype
 
 
 def check_loaded(path: str | Path, config: Any) -> None:

@@ -132,6 +132,7 @@ def take_in(
             aside.write(line)
             tally.quarantined_here += 1
         progress(1)
+    spool.flush()
     if bytes_read.hexdigest() != prompts.sha256:
         raise GenerationError(f"prompt file {prompts.path} changed while it was read; let nobody write to it")
     if tally.rows == 0:

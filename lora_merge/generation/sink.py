@@ -126,9 +126,8 @@ class Sink:
         except OSError as error:
             os.ftruncate(self._descriptor, self._size)
             why = "the disk is full" if error.errno in (errno.ENOSPC, errno.EDQUOT) else str(error.strerror or error)
-            raise GenerationError(
-                f"{self.path}: cannot be written: {why}; the rows before are safe, go on with --resume"
-            ) from error
+            way_out = "the rows before are safe, go on with --resume" if self.holds_rows else "no row was saved"
+            raise GenerationError(f"{self.path}: cannot be written: {why}; {way_out}") from error
         self._size += len(data)
 
     def close(self) -> None:

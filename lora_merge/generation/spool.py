@@ -8,7 +8,7 @@ from __future__ import annotations
 import contextlib
 import json
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import TracebackType
 from typing import IO
@@ -33,13 +33,20 @@ class PromptSpool:
 
     def append(self, line: bytes) -> None:
         """Add one prompt as :func:`spool_line` encoded it."""
+        self._store(lambda: self._file.write(line))
+        self._count += 1
+
+    def flush(self) -> None:
+        """Find out now whether the disk takes all of it."""
+        self._store(self._file.flush)
+
+    def _store(self, act: Callable[[], object]) -> None:
         try:
-            self._file.write(line)
+            act()
         except OSError as error:
             raise GenerationError(
                 f"the tokenized prompts cannot be stored beside the results: {error.strerror or error}"
             ) from error
-        self._count += 1
 
     def chunks(self, size: int) -> Iterator[list[Prompt]]:
         """All prompts in lists of ``size``, the last one shorter."""

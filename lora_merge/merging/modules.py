@@ -42,13 +42,18 @@ class QuantizedTensor:
 
 
 def quantized_tensors(
-    base: Checkpoint, recipe: QuantRecipe, architecture: Architecture, experts_as_layers: bool | None = None
+    base: Checkpoint,
+    recipe: QuantRecipe,
+    architecture: Architecture,
+    experts_as_layers: bool | None = None,
+    tower: str | None = None,
 ) -> Mapping[str, QuantizedTensor]:
     """The base's weight tensors that bitsandbytes quantized when the adapter was trained, by name.
 
     Args:
         experts_as_layers: whether each expert was a linear layer of its own, as in transformers 4, which quantized them; False
             for version 5, where they are fused parameters and stay as they are; None where the adapter does not tell.
+        tower: where the base keeps the tower that was trained, if that was a model of its own in training.
 
     Raises:
         MergeError: the architecture cannot be built, a quantized module has no tensor in the base, or nothing tells whether
@@ -74,7 +79,7 @@ def quantized_tensors(
         )
     missing: list[str] = []
     for module in modules:
-        name = names.find(f"{module}.weight")
+        name = names.find(f"{module}.weight", tower)
         fused = fused_tensor(module, base.tensors, names) if name is None else None
         if name is not None:
             found[name] = QuantizedTensor(1, architecture.has_transposed_layers and architecture.is_transposed_layer(module))

@@ -69,9 +69,14 @@ class NameMap:
             by_neutral[key] = (*by_neutral.get(key, ()), name)
         return cls(frozenset(name for group in by_neutral.values() for name in group), by_neutral, classes)
 
-    def find(self, name: str) -> str | None:
-        """The base's name of the tensor called ``name`` elsewhere; None where there is none, or more than one."""
+    def find(self, name: str, tower: str | None = None) -> str | None:
+        """The base's name of the tensor called ``name`` elsewhere; None where there is none, or more than one.
+
+        ``tower``: where the base keeps the tower that the name is of, if that was a model of its own elsewhere.
+        """
         found = self.find_alone(name)
+        if found is None and tower is not None:
+            found = self.find_alone(f"{tower}.{name}")
         if found is not None or self.classes is None:
             return found
         known = self.classes.of(name)

@@ -226,14 +226,8 @@ class Placement:
         self.changes.setdefault(name, Change()).operations.append(operation)
 
     def _lookup(self, wanted: str) -> str | None:
-        """The base's name of the tensor; of one that it does not store, since it is tied, the name that it would have.
-
-        The names of a tower that was trained alone can be another tower's too; the class of the training tells which.
-        """
-        found = self._names.find(wanted)
-        if found is None and self._tower:
-            found = self._names.find_alone(f"{self._tower}.{wanted}")
-        return found or self._ties.find(wanted)
+        """The base's name of the tensor; of one that it does not store, since it is tied, the name that it would have."""
+        return self._names.find(wanted, self._tower) or self._ties.find(wanted)
 
     def _find(self, wanted: str, tensor: TensorInfo, hint: str = "") -> str:
         name = self._lookup(wanted)

@@ -224,7 +224,7 @@ def make_plan(
     if recipe is not None and stored.decoders:
         recipe = stored_recipe(stored, recipe)
     elif recipe is not None:
-        quantized = quantized_tensors(base, recipe, architecture, _experts_as_layers(adapters))
+        quantized = quantized_tensors(base, recipe, architecture, _experts_as_layers(adapters), adapters[0].tower)
     planner = _TensorPlanner(changes, stored, quantized, recipe, _output_dtype(dtype))
     shards = tuple(
         ShardPlan(shard.path.name, planner.plan(shard) + planner.copies(shard, settled), shard.metadata) for shard in base.shards

@@ -33,7 +33,7 @@ def vllm(gemma_folder):
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
     os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
     os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
-    engine = vllm_engine.VllmEngine(gemma_folder, dtype="float32", max_model_len=128)
+    engine = vllm_engine.VllmEngine(gemma_folder, max_model_len=128)
     assert "TORCHDYNAMO_DISABLE" not in os.environ or "TORCHDYNAMO_DISABLE" in before
     yield engine
     engine.close()
@@ -309,3 +309,23 @@ def test_a_closed_engine_says_so(vllm, prompts, labels):
     vllm.close()
     with pytest.raises(EngineError, match="closed"):
         vllm.score(prompts, labels)
+
+
+@pytest.mark.parametrize(
+    ("own", "asked", "expected"),
+    [
+        ("float32", "auto", "float32"),
+        ("bfloat16", "auto", "auto"),
+        ("float16", "auto", "auto"),
+        (None, "auto", "auto"),
+        ("float32", "bfloat16", "bfloat16"),
+    ],
+)
+def test_auto_is_the_checkpoint_s_own_type(own, asked, expected, gemma_folder, tmp_path):
+    """vLLM's own word for it means a 16-bit type where a checkpoint is in float32; Transformers takes that as it is."""
+    folder = shutil.copytree(gemma_folder, tmp_path / "model")
+    config = json.loads((folder / "config.json").read_text())
+    config.pop("torch_dtype", None)
+    (folder / "config.json").write_text(json.dumps({**config, "dtype": own}))
+    assert vllm_settings.asked_dtype(folder, asked) == expected
+    assert vllm_settings.asked_dtype("org/model", "auto") == "auto"  # vLLM itself finds out what a hub id is

@@ -209,6 +209,16 @@ def test_a_spool_on_a_full_disk_is_one_line(tmp_path):
                 spool.append(b"x" * 1000)
 
 
+def test_the_last_of_a_spool_is_written_before_it_is_read(tmp_path):
+    """What a full disk does not take is noticed where it can still be said."""
+    with pytest.raises(GenerationError, match="cannot be stored beside the results: No space left"):  # noqa: SIM117
+        with PromptSpool(tmp_path) as spool:
+            spool._file.close()
+            spool._file = open("/dev/full", "wb")  # noqa: SIM115  closed by the spool
+            spool.append(b"x")
+            spool.flush()
+
+
 def test_a_spooled_line_is_ascii_json(tmp_path):
     line = spool_line(Prompt("가", (1, 2), {"a": "나"}))
     assert line.isascii() and json.loads(line)[0] == "가"

@@ -9,7 +9,7 @@ import torch
 import transformers
 from peft import LoraConfig, get_peft_model
 
-from lora_merge.merging.api import MergeOptions, merge
+from lora_merge.merging.api import MergeOptions, merge, plan_merge
 from lora_merge.merging.errors import MergeError
 from tests.merging.oracle import load_folder
 
@@ -53,6 +53,23 @@ def test_a_tower_is_found_by_the_class_of_the_training(tower, family, tmp_path):
     before, after = load_folder(family[1]), load_folder(merged)
     changed = {name for name in before if not torch.equal(before[name], after[name])}
     assert changed and all(name.startswith(f"{tower}_model.") for name in changed)
+
+
+@pytest.mark.parametrize("tower", ["text", "vision"])
+def test_a_recorded_recipe_names_the_layers_of_the_tower(tower, family, tmp_path):
+    """As the live model of the tower alone calls them."""
+    trained(family, tower, tmp_path / "adapter")
+    modules = [f"encoder.layers.{layer}.self_attn.{name}" for layer in range(2) for name in ("q_proj", "k_proj", "v_proj")]
+    recipe = {"quant_type": "nf4", "double_quant": False, "block_size": 64, "quant_dtype": "bfloat16"}
+    record = {"format": "lora-merge/quantization-recipe", "version": 1, "recipe": {**recipe, "quantized_modules": modules}}
+    (tmp_path / "adapter" / "quantization_recipe.json").write_text(json.dumps(record))
+    plan = plan_merge(family[1], tmp_path / "adapter", MergeOptions(from_4bit=True))
+    trips = {
+        tensor.name
+        for tensor in plan.tensors
+        if tensor.operations and tensor.operations[0].to_json()["operation"] == "round trip"
+    }
+    assert trips == {f"{tower}_model.{module}.weight" for module in modules}
 
 
 @pytest.mark.parametrize("mapping", [None, {"base_model_class": "TheirModel"}, {"base_model_class": None}, 5])
