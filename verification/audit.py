@@ -162,7 +162,7 @@ def audit_weights(plan: MergePlan, merged: Path, progress: Progress = no_progres
     Raises:
         MergeError: base, adapter or checkpoint cannot be read.
     """
-    found = read_checkpoint(ModelFolder(merged, str(merged))).tensors
+    found = read_checkpoint(ModelFolder(merged, str(merged)), "merged checkpoint").tensors
     names = NameMap.of(found)
     pairs = [(tensor, names.find(tensor.name)) for tensor in plan.tensors]
     present = [(tensor, found[name]) for tensor, name in pairs if name is not None]

@@ -12,10 +12,10 @@ import torch
 from torch import Tensor, nn
 
 from lora_merge.engines.errors import EngineError
+from lora_merge.engines.model_files import brief
 from lora_merge.engines.vocabulary import check_vocabulary, fit_vocabulary, resize_vocabulary, tables
 
 DTYPES = ("auto", "bfloat16", "float32", "float16")
-_MESSAGE_LIMIT = 400
 
 
 def resolve_device(device: str) -> torch.device:
@@ -57,7 +57,6 @@ def load_causal_model(
     ``least_vocabulary``: tokens that it shall have rows for, more than its own where tokens were added before training; new rows
     are the mean of the others. Raises :class:`EngineError` when it cannot be loaded so.
     """
-    from safetensors import SafetensorError
     from transformers import AutoConfig, AutoModelForCausalLM, BitsAndBytesConfig
 
     if dtype not in DTYPES:
@@ -84,8 +83,11 @@ def load_causal_model(
         if bnb_config is not None:
             arguments["quantization_config"] = BitsAndBytesConfig(**bnb_config)
         model = AutoModelForCausalLM.from_pretrained(str(path), **arguments)
-    except (OSError, ValueError, ImportError, KeyError, RuntimeError, SafetensorError) as error:
-        raise EngineError(f"{path} does not load as a causal language model: {_brief(error)}") from error
+    except EngineError:
+        raise
+    # A model's class runs its own code on a configuration from outside, and so do the libraries under it.
+    except Exception as error:
+        raise EngineError(f"{path} does not load as a causal language model: {brief(error)}") from error
     if quantized and not any(type(module).__name__ == "Linear4bit" for module in model.modules()):
         raise EngineError(
             f"{path} did not load in 4 bit; expected a bitsandbytes 4-bit model: check load_in_4bit in its settings"
@@ -116,7 +118,7 @@ def load_adapter(model: nn.Module, adapter: str | Path) -> nn.Module:
             adapted = PeftModel.from_pretrained(model, str(adapter), is_trainable=False).eval()
         check_vocabulary(model, vocabulary, stored.tensors([name for table in vocabulary for name in table.stored]), adapter)
     except (OSError, ValueError, ImportError, KeyError, RuntimeError, TypeError, UnpicklingError, SafetensorError) as error:
-        raise EngineError(f"adapter {adapter} does not load on {type(model).__name__}: {_brief(error)}") from error
+        raise EngineError(f"adapter {adapter} does not load on {type(model).__name__}: {brief(error)}") from error
     missing = [str(item.message) for item in caught if "missing adapter keys" in str(item.message)]
     if missing:
         raise EngineError(
@@ -164,12 +166,6 @@ class _AdapterFile:
             return {}
         tensors: dict[str, Tensor] = torch.load(self._pickle, map_location=device, weights_only=True)
         return tensors
-
-
-def _brief(error: Exception) -> str:
-    """The beginning of a library's message, which can run to one line a tensor."""
-    text = " ".join(str(error).split())
-    return text if len(text) <= _MESSAGE_LIMIT else f"{text[:_MESSAGE_LIMIT]} ..."
 
 
 def _refuse_overflowing_dtype(config: Any, dtype: str) -> None:

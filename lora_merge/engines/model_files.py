@@ -39,8 +39,10 @@ def load_tokenizer(path: str | Path, *, revision: str | None = None, trust_remot
     return tokenizer
 
 
-def load_config(folder: str | Path, *, trust_remote_code: bool = False) -> PretrainedConfig:
-    """The configuration in ``folder`` as its class reads it, with the class's own values for what config.json leaves out.
+def load_config(path: str | Path, *, trust_remote_code: bool = False) -> PretrainedConfig:
+    """The configuration in the folder ``path`` as its class reads it.
+
+    The class gives what config.json leaves out a value of its own.
 
     Raises:
         EngineError: there is none that transformers takes.
@@ -48,12 +50,10 @@ def load_config(folder: str | Path, *, trust_remote_code: bool = False) -> Pretr
     from transformers import AutoConfig
 
     try:
-        return AutoConfig.from_pretrained(str(folder), trust_remote_code=trust_remote_code)
+        return AutoConfig.from_pretrained(str(path), trust_remote_code=trust_remote_code)
     # The class runs its own code on values from outside, which can fail in any way.
     except Exception as error:
-        raise EngineError(
-            f"{Path(folder) / 'config.json'} is no configuration that transformers can load: {brief(error)}"
-        ) from error
+        raise EngineError(f"{path}: its config.json is none that transformers can load: {brief(error)}") from error
 
 
 def brief(error: Exception) -> str:

@@ -38,14 +38,14 @@ class Checkpoint:
         return {tensor.name: tensor for shard in self.shards for tensor in shard.tensors}
 
 
-def read_checkpoint(folder: ModelFolder) -> Checkpoint:
-    """Read the headers of the base in ``folder``.
+def read_checkpoint(folder: ModelFolder, what: str = "base checkpoint") -> Checkpoint:
+    """Read the headers of the checkpoint in ``folder``; ``what`` names it in errors.
 
     Raises:
         MergeError: no safetensors weights, or of an unusual name, a shard that is missing or outside the folder, an index that
             contradicts the shards, a tensor that lies in two shards.
     """
-    config = read_json(folder.path / "config.json", "the base's configuration")
+    config = read_json(folder.path / "config.json", f"the configuration of a {what}")
     if reason := weights_elsewhere(config):
         raise MergeError(f"{folder.path}: {reason}")
     index_path = folder.path / INDEX_FILE
@@ -57,7 +57,7 @@ def read_checkpoint(folder: ModelFolder) -> Checkpoint:
         return Checkpoint(folder, config, shards, index)
     single = folder.path / SINGLE_FILE
     if not single.is_file():
-        raise MergeError(_no_weights(folder.path))
+        raise MergeError(_no_weights(folder.path, what))
     return Checkpoint(folder, config, (read_header(single),), None)
 
 
@@ -75,15 +75,15 @@ def weights_elsewhere(config: Mapping[str, Any]) -> str | None:
     )
 
 
-def _no_weights(folder: Path) -> str:
+def _no_weights(folder: Path, what: str) -> str:
     for pattern in _OTHER_WEIGHTS:
         found = next(iter(sorted(folder.glob(pattern))), None)
         if found is not None:
             return (
                 f"{folder}: no {SINGLE_FILE}, only {found.name}; expected safetensors, since other formats execute code or lose "
-                "precision; save the base once with save_pretrained(..., safe_serialization=True)"
+                "precision; save it once with save_pretrained(..., safe_serialization=True)"
             )
-    return f"{folder}: no {SINGLE_FILE} and no {INDEX_FILE}; expected a base checkpoint in safetensors"
+    return f"{folder}: no {SINGLE_FILE} and no {INDEX_FILE}; expected a {what} in safetensors"
 
 
 def _read_shards(folder: Path, index: Mapping[str, Any]) -> tuple[SafetensorsHeader, ...]:

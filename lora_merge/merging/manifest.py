@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import sys
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -11,7 +12,7 @@ from typing import Any
 import lora_merge
 from lora_merge.merging.digests import is_digest, root_digest
 from lora_merge.merging.errors import MergeError
-from lora_merge.merging.factors import PEFT_PACKING
+from lora_merge.merging.factors import PACKINGS, PEFT_PACKING
 from lora_merge.merging.folders import ModelFolder, read_json
 from lora_merge.merging.plan import METHODS
 from lora_merge.merging.quantization import QuantRecipe
@@ -66,6 +67,9 @@ class Artifact:
         if not isinstance(value, dict) or set(value) - {"identity"} != {"source", "commit", "path", "files", "root"}:
             raise MergeError(f"{where}: expected source, commit, path, files and root")
         files, identity = value["files"], value.get("identity")
+        named = isinstance(value["source"], str) and all(isinstance(value[name], str | None) for name in ("commit", "path"))
+        if not named:
+            raise MergeError(f"{where}: source, commit and path must be text, or null where there is no commit or path")
         if not isinstance(files, dict) or not all(map(is_digest, files.values())):
             raise MergeError(f"{where}: files must map names to hexadecimal SHA-256 digests")
         if identity is not None and not is_digest(identity):
@@ -145,8 +149,11 @@ def read_manifest(folder: str | Path) -> MergeManifest:
         raise MergeError(f"{path}: method {value.get('method')!r}; expected one of {', '.join(METHODS)}")
     output = value.get("output")
     files = output.get("files") if isinstance(output, dict) else None
-    if not isinstance(files, dict) or not isinstance(output, dict) or output.get("root") != root_digest(files):
+    if not isinstance(files, dict) or not all(map(is_digest, files.values())):
+        raise MergeError(f"{path}: output: files must map names to hexadecimal SHA-256 digests")
+    if not isinstance(output, dict) or output.get("root") != root_digest(files):
         raise MergeError(f"{path}: the output's root is not the root of its files; the manifest was edited")
+    _check_settings(value, path)
     recipe = value.get("recipe")
     return MergeManifest(
         value["method"],
@@ -159,8 +166,27 @@ def read_manifest(folder: str | Path) -> MergeManifest:
         tuple(Artifact.from_json(adapter, f"{path}: more_adapters") for adapter in value.get("more_adapters") or ()),
         tuple(float(weight) for weight in value.get("weights") or (1.0,)),
         bool(value.get("base_is_residual", False)),
-        str(value.get("expert_packing", PEFT_PACKING)),
+        value.get("expert_packing") or PEFT_PACKING,
     )
+
+
+def _check_settings(value: Mapping[str, Any], path: Path) -> None:
+    """Raise where one of the plain settings is not what :meth:`MergeManifest.to_json` writes; null is as left out."""
+    kinds: dict[str, tuple[str, Callable[[Any], bool]]] = {
+        "weights": ("a list of finite numbers", lambda weights: isinstance(weights, list) and all(map(_is_finite, weights))),
+        "more_adapters": ("a list", lambda adapters: isinstance(adapters, list)),
+        "environment": ("an object", lambda versions: isinstance(versions, dict)),
+        "dtype": ("text", lambda dtype: isinstance(dtype, str)),
+        "base_is_residual": ("true or false", lambda residual: isinstance(residual, bool)),
+        "expert_packing": (f"one of {', '.join(PACKINGS)}", lambda packing: isinstance(packing, str) and packing in PACKINGS),
+    }
+    for name, (expected, is_right) in kinds.items():
+        if value.get(name) is not None and not is_right(value[name]):
+            raise MergeError(f"{path}: {name} {value[name]!r}; expected {expected}")
+
+
+def _is_finite(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) <= sys.float_info.max
 
 
 def environment() -> dict[str, str]:

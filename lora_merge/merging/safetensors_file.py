@@ -25,6 +25,8 @@ from lora_merge.merging.errors import MergeError
 
 MAX_HEADER_BYTES = 100_000_000
 """The format's own limit; a larger length field is a corrupt or hostile file."""
+_POINTER = b"version "
+"""How a git-lfs pointer begins; as the length of a header it would be 2 exabytes."""
 
 
 @dataclass(frozen=True)
@@ -56,7 +58,10 @@ def read_header(path: Path) -> SafetensorsHeader:
             raise MergeError(f"{path}: is no regular file; expected a safetensors file")
         size = status.st_size
         with path.open("rb") as file:
-            length = int.from_bytes(file.read(8), "little")
+            beginning = file.read(8)
+            if beginning == _POINTER:
+                raise MergeError(f"{path}: is a git-lfs pointer and not the weights; fetch them with: git lfs pull")
+            length = int.from_bytes(beginning, "little")
             if size < 8 or length > size - 8:
                 raise MergeError(
                     f"{path}: truncated: the header should take {length + 8} bytes, the file has {size}; fetch it again"
