@@ -4,18 +4,23 @@ same.
 
 from __future__ import annotations
 
+import contextlib
 import datetime
-import json
 import os
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from lora_merge.engines.errors import EngineError
 from lora_merge.engines.labels import DecisionLabels, resolve_labels
-from lora_merge.engines.model_files import load_tokenizer, max_positions, vocabulary_rows
+from lora_merge.engines.model_files import load_config, load_tokenizer, max_positions, vocabulary_rows
 from lora_merge.engines.prompts import DEFAULT_PREFILL, Prompt, read_prompt_rows, today, token_ids_digest, tokenize
 from lora_merge.merging.checkpoint import weights_elsewhere
+from lora_merge.merging.folders import read_json
+from lora_merge.merging.safetensors_file import TensorInfo, read_header
+from lora_merge.merging.side_files import TIE_FLAG
+from lora_merge.merging.tying import same_values
 from verification.checks import Check, Outcome
 from verification.errors import Inconclusive
 from verification.measurement import match_token_ids
@@ -24,6 +29,10 @@ from verification.sampling import sample_of
 from verification.sources import Sources
 from verification.tokenizers import reference_tokenizer
 from verification.unrecorded import unrecorded_findings
+
+_CONFIG = "the configuration of a merged checkpoint"
+_STATE = ".quant_state.bitsandbytes__"
+"""In the name of what bitsandbytes stores beside each 4-bit weight; beside an 8-bit one it is ``SCB``."""
 
 
 @dataclass(frozen=True)
@@ -122,38 +131,36 @@ def prepare(
     }
     beside = (
         *unrecorded_findings(merged, tokenizer, sources, trust_remote_code=trust_remote_code),
-        *tied_head_findings(merged),
+        *tied_head_findings(merged, trust_remote_code=trust_remote_code),
         *_file_findings(merged),
     )
     return Prepared(tuple(chosen), labels, prefill, about, (*findings, *beside))
 
 
-def tied_head_findings(folder: Path) -> Iterator[Check]:
+def tied_head_findings(folder: Path, *, trust_remote_code: bool = False) -> Iterator[Check]:
     """With tied embeddings in the configuration a head of other values may not lie in the files: engines disagree on which one
     to use.
-    """
-    from safetensors import safe_open
 
-    config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
-    text_config = config.get("text_config") if isinstance(config.get("text_config"), dict) else {}
-    if not text_config.get("tie_word_embeddings", config.get("tie_word_embeddings", False)):
+    Where config.json does not say, as the original one of Gemma 3 does not, its class does.
+    """
+    config = read_json(folder / "config.json", _CONFIG)
+    text_config = config.get("text_config")
+    tied = (text_config if isinstance(text_config, dict) else {}).get(TIE_FLAG, config.get(TIE_FLAG))
+    what = "config.json ties the head to the embedding"
+    if tied is None:
+        with contextlib.suppress(EngineError):  # then the engine says so
+            tied = getattr(load_config(folder, trust_remote_code=trust_remote_code), TIE_FLAG, False)
+        what = "the class in config.json ties the head to the embedding, unless told otherwise"
+    if not tied:
         return
     found = {}
-    for path in sorted(folder.glob("*.safetensors")):
-        with safe_open(path, framework="pt") as file:
-            for name in file.keys():  # noqa: SIM118  not a dictionary
-                kind = next((kind for kind in ("lm_head.weight", "embed_tokens.weight") if name.endswith(kind)), None)
-                if kind is not None:
-                    found[kind] = (path, name)
+    for tensor in _tensors(folder):
+        kind = next((kind for kind in ("lm_head.weight", "embed_tokens.weight") if tensor.name.endswith(kind)), None)
+        if kind is not None:
+            found[kind] = tensor
     if len(found) < 2:
         return
-    tensors = []
-    for path, name in found.values():
-        with safe_open(path, framework="pt") as file:
-            tensors.append(file.get_tensor(name))
-    same = tensors[0].shape == tensors[1].shape and bool((tensors[0] == tensors[1]).all())
-    what = "config.json ties the head to the embedding"
-    if same:
+    if same_values(*found.values()):
         yield Check("tied-head", Outcome.PASSED, f"{what}, and the head in the files is the same")
     else:
         yield Check(
@@ -161,16 +168,32 @@ def tied_head_findings(folder: Path) -> Iterator[Check]:
         )
 
 
+def _tensors(folder: Path) -> Iterator[TensorInfo]:
+    """The tensors of every safetensors file; raises :class:`MergeError`."""
+    for path in sorted(folder.glob("*.safetensors")):
+        yield from read_header(path).tensors
+
+
 def _file_findings(folder: Path) -> Iterator[Check]:
-    """What makes engines load different weights from one folder: another file of weights that Transformers is told to load, or
-    an adapter in it, which Transformers puts on top of what was merged and vLLM does not.
+    """What makes engines load different weights from one folder: another file of weights that Transformers is told to load, an
+    adapter in it, which Transformers puts on top of what was merged and vLLM does not, or a quantization that the files do not
+    have, which a merge script left in the configuration: some engines quantize the weights then, some fail.
     """
-    config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    config = read_json(folder / "config.json", _CONFIG)
     if reason := weights_elsewhere(config):
         yield Check("weights-file", Outcome.INCONCLUSIVE, f"{folder}: {reason}")
     if (folder / "adapter_config.json").is_file():
         reason = f"{folder} holds adapter_config.json too: Transformers would put that adapter on top of the merged weights"
         yield Check("adapter-files", Outcome.INCONCLUSIVE, f"{reason}, vLLM would not; move the adapter to a folder of its own")
+    stored = config.get("quantization_config")
+    by_bitsandbytes = isinstance(stored, dict) and (
+        stored.get("quant_method") == "bitsandbytes" or stored.get("load_in_4bit") or stored.get("load_in_8bit")
+    )
+    if by_bitsandbytes and not any(tensor.name.endswith(".SCB") or _STATE in tensor.name for tensor in _tensors(folder)):
+        reason = "config.json has a quantization_config of bitsandbytes, but the files hold no weights that it quantized"
+        yield Check(
+            "quantization-config", Outcome.INCONCLUSIVE, f"{folder}: {reason}; take quantization_config out of config.json"
+        )
 
 
 def _agreed(what: str, given: str | None, recorded: str | None, usual: str) -> str:
