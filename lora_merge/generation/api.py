@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import datetime
 import os
 from dataclasses import replace
 from pathlib import Path
@@ -102,7 +103,8 @@ def generate_gated(
         spool = stack.enter_context(PromptSpool(target.parent))
         aside = stack.enter_context(contextlib.closing(PendingFile(quarantine_path(target))))
         tokenizer = load_tokenizer(gate.model, trust_remote_code=options.engine.trust_remote_code)
-        intake = _take_in(gate.model, tokenizer, Path(prompts), options, settled, spool, aside, phases)
+        day = earlier.day if earlier is not None else None
+        intake = _take_in(gate.model, tokenizer, Path(prompts), options, settled, day, spool, aside, phases)
         if earlier is None:
             intake.set_aside()  # to be looked at, also where it is too much
         else:
@@ -158,6 +160,7 @@ def _take_in(
     prompts: Path,
     options: GenerateOptions,
     settled: Settled,
+    day: datetime.date | None,
     spool: PromptSpool,
     aside: PendingFile,
     phases: Phases,
@@ -177,6 +180,7 @@ def _take_in(
             vocabulary=rows,
             chunk_size=settled.chunk_size,
             shard=options.shard,
+            date=day,
             progress=phases.tokenize.advance,
         )
 

@@ -6,6 +6,7 @@ file ends up in exactly one of the two, and for a sharded run in exactly one sha
 
 from __future__ import annotations
 
+import datetime
 import hashlib
 import json
 from dataclasses import dataclass, field
@@ -35,6 +36,7 @@ class PromptsFacts:
         rows: lines of the file, empty ones at its end not counted.
         accepted: prompts that passed, over all shards.
         quarantined: lines that did not, over all shards.
+        date: the day that the chat template was told, as ``2026-11-30``, where it asks for one; else None.
     """
 
     path: str
@@ -43,6 +45,7 @@ class PromptsFacts:
     rows: int
     accepted: int
     quarantined: int
+    date: str | None = None
 
     def to_json(self) -> dict[str, Any]:
         """Every attribute by name."""
@@ -108,12 +111,14 @@ def take_in(
     vocabulary: int | None,
     chunk_size: int,
     shard: Shard,
+    date: datetime.date | None = None,
     progress: Progress = no_progress,
 ) -> Intake:
     """Take in the prompt file that :func:`scan` has looked at.
 
     ``spool`` and ``aside`` get a line each accepted prompt and each bad row. ``max_length``: most tokens of a prompt.
-    ``vocabulary``: rows of the model's embedding. ``progress`` is told of lines.
+    ``vocabulary``: rows of the model's embedding. ``date``: the day that a chat template is told which asks for one; None for
+    today. ``progress`` is told of lines.
 
     Raises:
         GenerationError: the file holds no rows at all, is another than before, or the quarantine cannot be written.
@@ -121,7 +126,7 @@ def take_in(
     """
     tally, bytes_read = _Tally(), hashlib.sha256()
     rows = iter_prompt_rows(prompts.path, bytes_read.update)
-    for item in tokenize_rows(rows, tokenizer, prefill=prefill, max_length=max_length, vocabulary=vocabulary):
+    for item in tokenize_rows(rows, tokenizer, prefill=prefill, max_length=max_length, vocabulary=vocabulary, date=date):
         line = spool_line(item) if isinstance(item, Prompt) else _aside_line(item)
         mine = shard.takes(tally.accepted // chunk_size)
         tally.add(item, line)
@@ -144,6 +149,7 @@ def take_in(
         tally.rows,
         tally.accepted,
         tally.rows - tally.accepted,
+        tally.date,
     )
     troubles = tuple(sorted(tally.troubles.values(), key=lambda trouble: -trouble.lines))
     return Intake(facts, spool, aside, tally.quarantined_here, troubles, tuple(tally.sample.prompts), tally.longest)
@@ -178,6 +184,7 @@ class _Tally:
     accepted: int = 0
     quarantined_here: int = 0
     longest: int = 0
+    date: str | None = None
     troubles: dict[str, Trouble] = field(default_factory=dict)
     sample: EvenSample = field(default_factory=EvenSample)
     digest: Any = field(default_factory=hashlib.sha256)
@@ -188,6 +195,7 @@ class _Tally:
         if isinstance(item, Prompt):
             self.accepted += 1
             self.longest = max(self.longest, len(item.token_ids))
+            self.date = self.date or item.date
             self.sample.add(item)
         else:
             known = self.troubles.setdefault(_kind(item.reason), Trouble(item.line, item.reason, 0))

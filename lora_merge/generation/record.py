@@ -6,6 +6,7 @@ afterwards it says where the results came from.
 
 from __future__ import annotations
 
+import datetime
 import json
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
@@ -50,6 +51,15 @@ class RunRecord:
     def is_complete(self) -> bool:
         """Whether the run came to its end."""
         return self.result is not None
+
+    @property
+    def day(self) -> datetime.date | None:
+        """The day that the chat template was told, where it asked for one: a run goes on with it."""
+        date = self.prompts.get("date")
+        try:
+            return None if date is None else datetime.date.fromisoformat(date)
+        except (TypeError, ValueError) as error:
+            raise GenerationError(f"prompts.date of the record is {date!r}; expected a day such as 2026-11-30") from error
 
     def ended(self, result: Mapping[str, Any]) -> RunRecord:
         """The same run with its result."""

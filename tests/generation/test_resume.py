@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import datetime
 import json
 import os
 import subprocess
@@ -11,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from lora_merge.engines import prompts as engine_prompts
 from lora_merge.errors import UserError
 from lora_merge.generation.api import generate_gated
 from lora_merge.generation.errors import GenerationError
@@ -288,6 +290,23 @@ def test_a_finished_shard_without_prompts_is_of_its_run_too(checkpoint, tmp_path
     refused(checkpoint, prompts, out, "settings.max_tokens was 64 and is 5", **settings, max_tokens=5)
     assert run(checkpoint, prompts, out, resume=True, open_engine=must_not_load, **settings).done_before
     assert (out.read_bytes(), record_path(out).read_bytes()) == (b"", before)
+
+
+def test_a_run_goes_on_with_its_day(checkpoint, tmp_path, monkeypatch):
+    """A chat template that writes the date makes other prompts tomorrow."""
+    template = "{{ bos_token }}{% for message in messages %}{{ message['content'] }}{% endfor %} {{ strftime_now('%d %b %Y') }} "
+    (checkpoint / "chat_template.jinja").write_text(template)
+    rows = [{"id": f"p{n}", "messages": [{"role": "user", "content": f"tofu {n}"}]} for n in range(45)]
+    prompts, out = write_lines(tmp_path / "p.jsonl", rows), tmp_path / "r.jsonl"
+    ungated = {"gate": GateOptions(allow_ungated=True)}
+    monkeypatch.setattr(engine_prompts, "today", lambda: datetime.date(2026, 11, 30))
+    with pytest.raises(RuntimeError, match="power cut"):
+        run(checkpoint, prompts, out, open_engine=lambda model, settled: Dying(), **ungated)
+    assert read_record(out).prompts["date"] == "2026-11-30"
+    monkeypatch.setattr(engine_prompts, "today", lambda: datetime.date(2026, 12, 1))
+    run(checkpoint, prompts, out, resume=True, **ungated)
+    assert len(read_rows(out)) == 45
+    assert run(checkpoint, prompts, tmp_path / "new.jsonl", **ungated).record.prompts["date"] == "2026-12-01"
 
 
 def test_gated_after_ungated(checkpoint, prompts, tmp_path):
