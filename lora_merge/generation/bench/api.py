@@ -192,9 +192,7 @@ def distinct_prompts(
 
     A repeated prompt would flatter a prefix cache.
     """
-    rows = tokenize_rows(
-        iter_prompt_rows(path), tokenizer, prefill=options.prefill, max_length=max_length, vocabulary=vocabulary
-    )
+    rows = tokenize_rows(iter_prompt_rows(path), tokenizer, prefill=options.prefill, max_length=max_length, vocabulary=vocabulary)
     found: dict[tuple[int, ...], Prompt] = {}
     for row in rows:
         if not isinstance(row, Prompt):
