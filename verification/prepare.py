@@ -85,7 +85,9 @@ def prepare(
         EngineError: a prompt is malformed, too long, holds a token that the model has no row for, or has no single BOS where the
             tokenizer wants one; a label is no single token after the prefill.
         Inconclusive: the reference was given other ids, prompts, labels or another prefill.
+        MergeError: the checkpoint's configuration or the headers of its weights cannot be read.
     """
+    read_json(merged / "config.json", _CONFIG)  # a broken one is no fault of the tokenizer, which is looked for by it
     tokenizer = load_tokenizer(merged, trust_remote_code=trust_remote_code)
     prefill = _agreed("prefill", options.prefill, None if reference is None else reference.prefill, DEFAULT_PREFILL)
     limit = max_positions(merged)

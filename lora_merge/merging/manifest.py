@@ -159,7 +159,7 @@ def read_manifest(folder: str | Path) -> MergeManifest:
         value["method"],
         Artifact.from_json(value.get("base"), f"{path}: base"),
         Artifact.from_json(value.get("adapter"), f"{path}: adapter"),
-        QuantRecipe.from_json(recipe) if recipe is not None else None,
+        _recipe(recipe, path) if recipe is not None else None,
         value.get("dtype"),
         files,
         value.get("environment") or {},
@@ -168,6 +168,13 @@ def read_manifest(folder: str | Path) -> MergeManifest:
         bool(value.get("base_is_residual", False)),
         value.get("expert_packing") or PEFT_PACKING,
     )
+
+
+def _recipe(value: Any, path: Path) -> QuantRecipe:
+    try:
+        return QuantRecipe.from_json(value)
+    except MergeError as error:
+        raise MergeError(f"{path}: {error}") from error
 
 
 def _check_settings(value: Mapping[str, Any], path: Path) -> None:
