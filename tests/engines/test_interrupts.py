@@ -64,6 +64,18 @@ def test_without_an_interrupt_nothing_happens():
     assert {number: signal.getsignal(number) for number in before} == before
 
 
+def test_a_timer_of_the_caller_goes_on():
+    seen = []
+    before = signal.signal(signal.SIGALRM, lambda number, frame: seen.append(number))
+    signal.setitimer(signal.ITIMER_REAL, 0.05)
+    try:
+        with lasting_interrupts():
+            time.sleep(0.2)
+    finally:
+        signal.signal(signal.SIGALRM, before)
+    assert seen == [signal.SIGALRM]
+
+
 def test_in_another_thread_the_block_just_runs():
     done = []
 
