@@ -132,6 +132,8 @@ def _live_digests(layer: Any) -> str | None:
     weight, state = layer.weight, getattr(layer.weight, "quant_state", None)
     if state is None or getattr(state, "packing_format_for_cpu", False):
         return None
+    if weight.device.type == "meta" or hasattr(weight, "device_mesh"):  # offloaded, or shared out among processes
+        return None
     elements = math.prod(state.shape)
     packed = weight.data.reshape(-1).view(torch.uint8)
     places = _places(elements, state.blocksize)

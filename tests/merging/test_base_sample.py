@@ -6,6 +6,7 @@ import dataclasses
 import hashlib
 import json
 import shutil
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -120,8 +121,15 @@ def test_layers_without_readable_codes_give_no_sample(bases):
     assert sample_live({"layer": layer}) is not None
     layer.weight.quant_state.packing_format_for_cpu = True
     assert sample_live({"layer": layer}) is None
+    layer.weight.quant_state.packing_format_for_cpu = False
+    layer.weight.device_mesh = "as FSDP 2 has them"
+    assert sample_live({"layer": layer}) is None
+    del layer.weight.device_mesh
+    assert sample_live({"layer": layer}) is not None
     layer.weight.quant_state = None
     assert sample_live({"layer": layer}) is None
+    offloaded = SimpleNamespace(weight=SimpleNamespace(device=torch.device("meta"), quant_state=SimpleNamespace()))
+    assert sample_live({"layer": offloaded}) is None
 
 
 @pytest.mark.parametrize(
