@@ -103,7 +103,7 @@ def _config(base: Checkpoint, changes: ConfigChanges) -> SideFile:
         # transformers 5 writes "dtype", 4 wrote "torch_dtype"; nested text configurations repeat it.
         _set_dtype(config, changes.dtype)
     if changes.untied:
-        _set_everywhere(config, TIE_FLAG, False)
+        config[TIE_FLAG] = False
         _untie_parts(config)
         if config.get(TIE_FLAG_OF_LFM2):
             config[TIE_FLAG_OF_LFM2] = False
@@ -127,10 +127,13 @@ def _set_everywhere(config: dict[str, Any], key: str, value: Any) -> None:
 
 
 def _untie_parts(config: dict[str, Any]) -> None:
-    """A part of a composite model, such as a decoder under a vision tower, can tie its weights by a flag of its own."""
+    """A part of a composite model, such as a decoder under a vision tower, can tie its weights by a flag of its own.
+
+    The text model gets one in any case: it is a class of its own to some engines (vLLM's Gemma 3), and ties by default.
+    """
     for name, part in config.items():
         if isinstance(part, dict):
-            config[name] = {**part, TIE_FLAG: False} if part.get(TIE_FLAG) else dict(part)
+            config[name] = {**part, TIE_FLAG: False} if part.get(TIE_FLAG) or name == "text_config" else dict(part)
             _untie_parts(config[name])
 
 

@@ -3,6 +3,7 @@ test_kinds."""
 
 from __future__ import annotations
 
+import json
 import re
 import shutil
 from collections.abc import Callable
@@ -10,6 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch
+import transformers
 from safetensors.torch import load_file, save_file
 
 from lora_merge.merging.api import MergeOptions, merge
@@ -127,3 +129,20 @@ def test_names_that_two_tensors_share_match_nothing():
     assert "could be" in names.nearest("model.language_model.layers.0.q.weight")
     assert neutral("model.vision_tower.encoder.x") == neutral("vision_tower.vision_model.encoder.x")
     assert neutral("model.layers.0.block_sparse_moe.gate.weight") == neutral("model.layers.0.mlp.gate.weight")
+
+
+@pytest.mark.parametrize("flags", [{}, {"top": True}, {"text": True}, {"top": True, "text": True}])
+def test_an_untied_text_model_says_so_itself(flags, tmp_path):
+    """Oracle: the class of the text model, which vLLM's Gemma 3 asks; it ties where nothing is said."""
+    base = save_base(tmp_path / "base", "gemma3_vlm")
+    path = base / "config.json"
+    config = json.loads(path.read_text())
+    for place, part in (("top", config), ("text", config["text_config"])):
+        part.pop("tie_word_embeddings", None)
+        if flags.get(place):
+            part["tie_word_embeddings"] = True
+    path.write_text(json.dumps(config))
+    train(load(base, "gemma3_vlm"), Kind({"target_modules": ["q_proj", "lm_head"]})).save_pretrained(tmp_path / "adapter")
+    out = merge(base, tmp_path / "adapter", tmp_path / "out").out
+    merged = transformers.AutoConfig.from_pretrained(out)
+    assert merged.tie_word_embeddings is False and merged.get_text_config().tie_word_embeddings is False
