@@ -18,7 +18,7 @@ from lora_merge.merging.modules import has_patterns
 from lora_merge.merging.names import neutral
 from lora_merge.merging.plan import ORIGINAL_WEIGHTS
 from lora_merge.merging.quantization import ASSUMED, RECIPE_FIELDS, WEIGHT_SETTINGS, QuantRecipe
-from lora_merge.merging.recipes import find_recipe, read_recipe, recipe_of_config
+from lora_merge.merging.recipes import find_recipe, read_recipe, recipe_in_file, recipe_of_config
 from verification.checks import IF_TRAINED_IN_4BIT, MERGE_AGAIN, Check, Outcome
 from verification.gate import RECIPE_CHECK
 
@@ -109,6 +109,24 @@ def recipe_findings(
             f"merged through {manifest.recipe.describe()}, but the reference is {described}; only the drift shows what it does"
         )
         yield Check("recipe-agreement", WARNED, reason)
+
+
+def given_finding(
+    given: Mapping[str, Any], quant_config: str | os.PathLike[str] | None, reference: QuantRecipe | None
+) -> Iterator[Check]:
+    """A recipe given by hand beside a recorded reference, which has its own: it is asked for nothing, so it must say the same."""
+    told = dict(given)
+    if quant_config is not None:
+        file = recipe_in_file(Path(quant_config))
+        told = {**{name: getattr(file, name) for name in _known(file)}, **told}
+    for name, value in told.items():
+        recorded = None if reference is None else getattr(reference, name)
+        if name in WEIGHT_SETTINGS and recorded != value:
+            has = "no 4-bit layers" if reference is None else f"{name} {recorded}"
+            yield Check(
+                "recipe-agreement", INCONCLUSIVE, f"{name} {value} was given, the recorded reference has {has}: one is wrong"
+            )
+            return
 
 
 def _provenance(recipe: QuantRecipe | None, origin: str, recorded: QuantRecipe | None) -> Check:

@@ -24,7 +24,7 @@ from lora_merge.merging.recipes import resemblance
 from lora_merge.merging.side_files import MANIFEST_FILE
 from verification.checks import Check, Outcome
 from verification.errors import Inconclusive
-from verification.recipe_checks import live_recipe, recipe_findings, recorded_recipe
+from verification.recipe_checks import given_finding, live_recipe, recipe_findings, recorded_recipe
 from verification.reference_file import Reference
 
 PASSED, WARNED, INCONCLUSIVE = Outcome.PASSED, Outcome.WARNED, Outcome.INCONCLUSIVE
@@ -128,8 +128,10 @@ def find_sources(merged: Path, options: SourceOptions, reference: Reference | No
             _expect_one_adapter(manifest)
         assert adapter is not None  # a live reference needs one
         recipe, origin = live_recipe(options.recipe, options.quant_config, base_config, adapter.path, named_base, manifest)
+    given = () if reference is None else given_finding(options.recipe, options.quant_config, reference.recipe)
     findings = (
         *recipe_findings(recipe, origin, recorded, manifest),
+        *given,
         *_base_findings(options, base, adapter, manifest, reference),
         *_adapter_findings(adapter, manifest, reference),
     )

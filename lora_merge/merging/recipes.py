@@ -48,7 +48,7 @@ def find_recipe(
     settings: dict[str, Any] = {name: tuple(value) if isinstance(value, list) else value for name, value in given.items()}
     origins = dict.fromkeys(given, GIVEN)
     own, recorded = recipe_of_config(base_config), read_recipe(adapter_folder)
-    sources = (_recipe_in_file(Path(quant_config)) if quant_config is not None else None, own, recorded)
+    sources = (recipe_in_file(Path(quant_config)) if quant_config is not None else None, own, recorded)
     # Leftovers are hints; where something was meant as a record, they are not asked. A base's name tells nothing more than its
     # modules, once those are given.
     named_base = None if "quantized_modules" in given else named_base
@@ -125,7 +125,7 @@ def known_recipe(adapter_folder: Path, named_base: str | None = None) -> QuantRe
         return None
 
 
-def _recipe_in_file(path: Path) -> QuantRecipe:
+def recipe_in_file(path: Path) -> QuantRecipe:
     """The recipe in a JSON file: a record of :func:`record_recipe`, or a BitsAndBytesConfig as transformers writes it."""
     value = read_json(path, "a quantization recipe")
     if value.get("format") == _FORMAT:

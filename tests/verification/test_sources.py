@@ -420,6 +420,22 @@ def test_other_modules_left_out_than_those_recorded_are_another_recipe(trained: 
     assert "recipe-agreement" not in findings(merge(trained / "base", adapter, tmp_path / "b", MergeOptions(from_4bit=True)).out)
 
 
+def test_a_recipe_given_beside_a_recorded_reference_says_the_same(trained: Path, tmp_path: Path) -> None:
+    reference = read_reference(trained / "reference.jsonl")
+    right = {"quant_type": "nf4", "double_quant": True}
+    assert "recipe-agreement" not in findings(trained / "merged", reference, recipe=right)
+    config = tmp_path / "config.json"
+    config.write_text(json.dumps({"load_in_4bit": True, "bnb_4bit_quant_type": "nf4", "bnb_4bit_use_double_quant": False}))
+    for given, said in (
+        ({"recipe": {"quant_type": "fp4"}}, "quant_type fp4 was given, the recorded reference has quant_type nf4"),
+        ({"quant_config": str(config)}, "double_quant False was given, the recorded reference has double_quant True"),
+    ):
+        found = findings(trained / "merged", reference, **given)["recipe-agreement"]
+        assert found[0][0] is Outcome.INCONCLUSIVE and said in found[0][1]
+    with pytest.raises(MergeError, match=r"nowhere\.json"):
+        findings(trained / "merged", reference, quant_config=str(tmp_path / "nowhere.json"))
+
+
 def test_a_live_reference_is_of_one_adapter(trained: Path, adapter: Path, tmp_path: Path) -> None:
     for index, options in enumerate(({"weights": (0.5, 0.5)}, {"weights": (0.5,)})):
         adapters = [trained / "adapter", adapter][: len(options["weights"])]
