@@ -314,6 +314,15 @@ def test_only_distinct_prompts_are_taken_and_enough_of_them(tmp_path):
         api.distinct_prompts(path, make_tokenizer(), api.BenchOptions(2), None)
 
 
+def test_an_earlier_measurement_is_not_written_over(tmp_path):
+    (tmp_path / "bench" / "parts").mkdir(parents=True)
+    (tmp_path / "bench" / "parts" / "hf-two-phase.json").write_text("{}")
+    prompts = write_lines(tmp_path / "p.jsonl", make_prompts(3))
+    with pytest.raises(GenerationError, match="holds an earlier measurement; add --resume to go on with it, or give another"):
+        api.bench_engines(tmp_path / "model", prompts, tmp_path / "bench", api.BenchOptions(2))
+    assert [path.name for path in (tmp_path / "bench" / "parts").iterdir()] == ["hf-two-phase.json"]
+
+
 def test_arms_are_those_that_can_run(monkeypatch):
     monkeypatch.setattr(api, "vllm_is_installed", lambda: False)
     said = []

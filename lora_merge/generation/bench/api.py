@@ -115,7 +115,8 @@ def bench_engines(
     ``folder`` keeps what each process measured and said. ``say`` is told of each arm as it begins.
 
     Raises:
-        GenerationError: there are too few distinct prompts, an arm is unknown or its engine not installed, or a process failed.
+        GenerationError: ``folder`` holds an earlier measurement, there are too few distinct prompts, an arm is unknown or its
+            engine not installed, or a process failed.
         EngineError: a prompt or a label cannot be used.
     """
     options = _with_batches(options)
@@ -125,11 +126,13 @@ def bench_engines(
         raise GenerationError(f"{folder}: is a file; expected a folder as --out")
     if target.resolve().is_relative_to(Path(model).resolve()):
         raise GenerationError(f"{folder}: lies in the checkpoint's folder and would change it; give an --out elsewhere")
-    place = machine()
-    runner = Runner(target, place, resume=options.resume, verbose=verbose, say=say)
+    if not options.resume and any(target.glob("*.json")):
+        raise GenerationError(f"{folder}: holds an earlier measurement; add --resume to go on with it, or give another --out")
     tokenizer = _tokenizer(model)
     work = distinct_prompts(Path(prompts), tokenizer, options, _room(model, options), _vocabulary(model))
     labels = resolve_labels(tokenizer, work, prefill=options.prefill, skip=options.skip_label, write=options.write_label)
+    place = machine()
+    runner = Runner(target, place, resume=options.resume, verbose=verbose, say=say)
     base = _base_task(Path(model), target, work, labels, options)
     results: dict[str, ArmResult] = {}
     listed: WriteList | None = None
