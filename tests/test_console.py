@@ -127,11 +127,17 @@ def test_with_both_streams_broken_the_work_is_done_all_the_same(tmp_path):
     assert (tmp_path / "saved.txt").exists()
 
 
+def hear_interrupts():
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # a shell's background jobs ignore it, and hand that down
+
+
 @pytest.mark.parametrize("sent", [signal.SIGINT, signal.SIGTERM])
 def test_an_interrupt_gets_through_broken_streams(tmp_path, sent):
     (tmp_path / "command.py").write_text(COMMAND)
     with open("/dev/full", "w") as full:
-        process = subprocess.Popen([sys.executable, "command.py", "waits"], cwd=tmp_path, stdout=full, stderr=full)
+        process = subprocess.Popen(
+            [sys.executable, "command.py", "waits"], cwd=tmp_path, stdout=full, stderr=full, preexec_fn=hear_interrupts
+        )
     while not (tmp_path / "ready").exists():
         assert process.poll() is None
         time.sleep(0.02)

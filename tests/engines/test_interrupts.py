@@ -26,6 +26,14 @@ def swallow(rounds):
             time.sleep(20)
 
 
+@pytest.fixture(autouse=True)
+def heard():
+    """A shell's background jobs ignore SIGINT, and hand that down."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
 @pytest.fixture
 def interrupted():
     """A moment later this process gets SIGINT."""

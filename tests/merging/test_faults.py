@@ -19,6 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
+from torch import nn
 
 from lora_merge.merging import api, output_file, recipes, safetensors_file, staging, writer
 from lora_merge.merging.errors import MergeError
@@ -316,11 +317,12 @@ def test_errors_of_the_disk(ground, site, monkeypatch):
 def test_a_recipe_that_cannot_be_recorded_leaves_nothing_half_written(tmp_path, monkeypatch):
     (tmp_path / "adapter_config.json").write_text("{}")
     monkeypatch.setattr(recipes, "recipe_of", lambda model: recipes.QuantRecipe())
+    monkeypatch.setattr(recipes, "sample_live", lambda layers: None)
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (100, before[1]))  # what is longer does not fit, as on a full disk
     try:
         with pytest.raises(MergeError, match="cannot be written: File too large"):
-            recipes.record_recipe(object(), tmp_path)
+            recipes.record_recipe(nn.Linear(1, 1), tmp_path)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
     assert [path.name for path in tmp_path.iterdir()] == ["adapter_config.json"]
