@@ -70,9 +70,11 @@ _LITTLE = 0.002
 class TensorAudit:
     """How one tensor of the checkpoint stands to the plan.
 
-    Attributes: name: in the base. history: what explains it: ``as planned``, or one of :mod:`verification.histories`. distance:
-        \\|\\|W - expected\\|\\| / \\|\\|change by the adapter\\|\\|, of the round trip where there is no adapter, of the
-            weight itself where it is copied; 0 when every bit is as planned, infinite (null in JSON) where it has no meaning.
+    Attributes:
+        name: in the base.
+        history: what explains it: ``as planned``, or one of :mod:`verification.histories`.
+        distance: \\|\\|W - expected\\|\\| / \\|\\|change by the adapter\\|\\|, of the round trip where there is no adapter, of
+            the weight itself where it is copied; 0 when every bit is as planned, infinite (null in JSON) where it has no meaning.
         differing: share of its elements with other bits than the plan's. Of one that is as planned, rounded to a narrower type
             before, both are told from the plan so rounded.
         scale: the factor of the adapter's change that fits best; None where that was not asked.

@@ -38,9 +38,10 @@ RECIPE_CHECK = "recipe-provenance"
 class Policy:
     """What generation asks of a certificate.
 
-    Attributes: max_delta: the loosest limit of the mean \\|drift\\| that a certificate may have been judged by. trusted_key:
-        PEM file of the Ed25519 public key that must have signed it; None accepts an unsigned one, which guards against
-            mistakes and not against forgery.
+    Attributes:
+        max_delta: the loosest limit of the mean \\|drift\\| that a certificate may have been judged by.
+        trusted_key: PEM file of the Ed25519 public key that must have signed it; None accepts an unsigned one, which guards
+            against mistakes and not against forgery.
         accept_assumed_recipe: let a warning pass that the reference's quantization recipe was not recorded at training.
         accept_warnings: let every other warning pass.
     """
@@ -140,10 +141,10 @@ def check_certificate(
     The certificate is read once. Every file of the folder is hashed, in parallel; ``progress`` is told of bytes. Where the
     measurements lie beside the certificate they must be the ones that it names.
 
-    Raises: VerificationError: the certificate is missing, malformed, of an unknown version, unsigned or signed by another key
-        where the
-            policy has one, did not pass, was judged by a looser limit than the policy's, or is of other files than these: one
-            was added, removed, renamed or changed.
+    Raises:
+        VerificationError: the certificate is missing, malformed, of an unknown version, unsigned or signed by another key where
+            the policy has one, did not pass, was judged by a looser limit than the policy's, or is of other files than these:
+            one was added, removed, renamed or changed.
     """
     policy = policy or Policy()
     path = Path(certificate)
