@@ -75,11 +75,6 @@ def mean_upper_bound(values: ArrayLike, confidence: float = CONFIDENCE) -> float
     return _hall_bound(moments.with_largest_twice(moments.size), confidence)
 
 
-def mean_lower_bound(values: ArrayLike, confidence: float = CONFIDENCE) -> float:
-    """One-sided lower confidence bound of the mean: :func:`mean_upper_bound` of the negated values, negated."""
-    return -mean_upper_bound(-_checked(values), confidence)
-
-
 def guaranteed_upper_bound(values: ArrayLike, confidence: float = CONFIDENCE) -> float:
     """One-sided upper bound of the mean of independent ``values`` (n,) in [0, 1], whatever their distribution, at any n.
 

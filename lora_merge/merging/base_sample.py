@@ -83,24 +83,24 @@ def compare(sample: BaseSample, base: Checkpoint, recipe: QuantRecipe) -> Resemb
     Returns:
         None where no layer can be compared: the base is stored quantized, or lays its layers out otherwise than they were live.
     """
+    counts = differing_blocks(sample, base, recipe)
+    others = tuple(module for module, (differ, blocks) in counts.items() if 2 * differ >= blocks)
+    return Resemblance(len(counts), others) if counts else None
+
+
+def differing_blocks(sample: BaseSample, base: Checkpoint, recipe: QuantRecipe) -> dict[str, tuple[int, int]]:
+    """By the name of each layer that can be compared, how many of its blocks differ, and how many there are."""
     if base.config.get("quantization_config") or Architecture(base).has_transposed_layers:
-        return None
-    names = NameMap.of(base.tensors)
-    layers, others = 0, []
+        return {}
+    names, found = NameMap.of(base.tensors), {}
     for module, digests in sample.items():
         name = names.find(f"{module}.weight")
-        if name is None or base.tensors[name].dtype.name not in FLOATING:
-            continue
-        layers += 1
-        if not _alike(digests, _stored_digests(base.tensors[name], recipe)):
-            others.append(module)
-    return Resemblance(layers, tuple(others)) if layers else None
-
-
-def _alike(first: str, second: str) -> bool:
-    """Whether more than half of the blocks agree."""
-    pairs = list(zip(_split(first), _split(second), strict=False))
-    return len(first) == len(second) and 2 * sum(one == other for one, other in pairs) > len(pairs)
+        if name is not None and base.tensors[name].dtype.name in FLOATING:
+            ours, theirs = _split(_stored_digests(base.tensors[name], recipe)), _split(digests)
+            alike = sum(one == other for one, other in zip(ours, theirs, strict=False))
+            blocks = max(len(ours), len(theirs))
+            found[module] = (blocks - alike, blocks)
+    return found
 
 
 def _split(digests: str) -> list[str]:

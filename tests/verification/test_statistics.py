@@ -39,12 +39,6 @@ def test_moments_with_the_largest_twice_are_those_of_the_repeated_sample() -> No
     assert moments.third == pytest.approx(((repeated - repeated.mean()) ** 3).mean(), rel=1e-8)
 
 
-def test_lower_bound_mirrors_the_upper_one() -> None:
-    sample = np.random.default_rng(7).normal(0.3, 1.0, 400)
-    assert statistics.mean_lower_bound(sample) == pytest.approx(-statistics.mean_upper_bound(-sample), rel=1e-15)
-    assert statistics.mean_lower_bound(sample) < sample.mean() < statistics.mean_upper_bound(sample)
-
-
 def test_constant_values_have_their_value_as_bound() -> None:
     assert statistics.mean_upper_bound(np.zeros(300)) == 0.0
     assert statistics.mean_upper_bound([0.25]) == 0.25
