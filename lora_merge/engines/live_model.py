@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from lora_merge.engines.errors import EngineError
+from lora_merge.engines.grouped_attention import grouped_steps
 
 _PLAIN_LAYERS = {"full_attention", "sliding_attention"}
 
@@ -99,7 +100,8 @@ class LiveModel:
         """Evaluation mode, no gradients, no attention kernel that is known to misread masks; all restored afterwards.
 
         On CUDA, attention runs in the flash kernel, which takes no mask, or in plain arithmetic: the memory-efficient kernel
-        has lost the label mass of masked float32 batches. 4-bit layers under DoRA calculate as in training: see
+        has lost the label mass of masked float32 batches. Steps of writing have a mask where a row is padded; they go through
+        :func:`~lora_merge.engines.grouped_attention.grouped_steps`. 4-bit layers under DoRA calculate as in training: see
         :func:`dora_layers`.
 
         Raises:
@@ -108,14 +110,13 @@ class LiveModel:
         under_dora = dora_layers(self.module)
         modes = [(module, module.training) for module in self.module.modules()]
         logits_wanted = os.environ.get("UNSLOTH_RETURN_LOGITS")
-        kernels = sdpa_kernel([SDPBackend.FLASH_ATTENTION, SDPBackend.MATH]) if self.device.type == "cuda" else None
         try:
             if "unsloth" in sys.modules:  # its forward returns no logits otherwise
                 os.environ["UNSLOTH_RETURN_LOGITS"] = "1"
             self.module.eval()
             for layer in under_dora:
                 layer.training = True
-            with self._gradless(), kernels or contextlib.nullcontext():
+            with self._gradless(), _attention_on(self.device):
                 yield
         finally:
             for module, training in modes:
@@ -157,6 +158,15 @@ class LiveModel:
     def ids_tensor(self, rows: Sequence[Sequence[int]]) -> Tensor:
         """Rows of one length as an integer tensor on the model's device."""
         return torch.tensor([list(row) for row in rows], dtype=torch.long, device=self.device)
+
+
+@contextlib.contextmanager
+def _attention_on(device: torch.device) -> Iterator[None]:
+    if device.type != "cuda":
+        yield
+        return
+    with sdpa_kernel([SDPBackend.FLASH_ATTENTION, SDPBackend.MATH]), grouped_steps():
+        yield
 
 
 class SharedPrefix:

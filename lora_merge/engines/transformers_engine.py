@@ -36,10 +36,12 @@ if TYPE_CHECKING:
 
 SCORE_BATCH = 32
 WRITE_BATCH = 128
-GPU_BATCH = 1024
+GPU_SCORE_BATCH = 1024
 """Prompts at once on a GPU, where they fit: a step of a small model takes as long as launching it, whatever the batch. On an H200
-Gemma 3 270M decides 10,000 prompts in 1.7 s instead of 12.5 and writes 5,700 texts in 11 s instead of 60 (docs/results/gpu.md).
-"""
+Gemma 3 270M decides 10,000 prompts in 1.7 s instead of 12.5; twice as many at once take as long (docs/results/gpu.md)."""
+GPU_WRITE_BATCH = 2048
+"""Texts at once on a GPU, where they fit. On an H200 a model of Gemma 3 4B's size writes 4,096 texts in 40.5 s at 256 at once,
+13.2 at 1,024, 10.5 at 2,048 and 10.1 at 4,096, with 12, 26, 44 and 79 GB (docs/results/gpu.md)."""
 _WORTH_SHARING = 8
 """Fewer shared ids than this over all prompts, and each batch looks for its own shared beginning."""
 
@@ -314,7 +316,7 @@ class TransformersEngine:
 
 def usual_batches(device: str) -> tuple[int, int]:
     """Prompts that are decided and texts that are written at once on a device, unless the user says otherwise."""
-    return (GPU_BATCH, GPU_BATCH) if resolve_device(device).type == "cuda" else (SCORE_BATCH, WRITE_BATCH)
+    return (GPU_SCORE_BATCH, GPU_WRITE_BATCH) if resolve_device(device).type == "cuda" else (SCORE_BATCH, WRITE_BATCH)
 
 
 def _at_most(asked: int, fit: int | None) -> int:

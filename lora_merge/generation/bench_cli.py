@@ -41,7 +41,7 @@ def _names(context: click.Context, parameter: click.Parameter, value: str | None
 @click.option(
     "--decide-batch", type=click.IntRange(1), help="Transformers: prompts at once.  [default: 1024 with a GPU, else 32]"
 )
-@click.option("--write-batch", type=click.IntRange(1), help="Transformers: texts at once.  [default: 1024 with a GPU, else 128]")
+@click.option("--write-batch", type=click.IntRange(1), help="Transformers: texts at once.  [default: 2048 with a GPU, else 128]")
 @click.option("--chunk-size", type=click.IntRange(1), default=8192, show_default=True, help="Prompts a two-phase step.")
 @click.option("--skip-threshold", type=Share(0, 1), metavar="T", help="Also measure dropping before against after.")
 @click.option("--quantiles", type=click.IntRange(0), default=4, show_default=True, help="Groups by text length to time apart.")

@@ -82,7 +82,7 @@ def gate_options(command: Any) -> Any:
 @click.option("--resume", is_flag=True, help="Go on with the results that are already there.")
 @click.option("--shard", callback=_shard, metavar="I/N", help="Take on only part I of N; see gated-generate join.")
 @click.option("--chunk-size", type=click.IntRange(1), help="Prompts a step.  [default: 8192 with a GPU, 1024 without]")
-@click.option("--batch-size", type=click.IntRange(1), help="Transformers: texts at once.  [default: 1024 with a GPU, else 128]")
+@click.option("--batch-size", type=click.IntRange(1), help="Transformers: texts at once.  [default: 2048 with a GPU, else 128]")
 @click.option("--tensor-parallel-size", type=click.IntRange(1), help="vLLM's own.")
 @click.option("--max-model-len", type=click.IntRange(1), help="vLLM's own; bounds the prompts in either engine.")
 @click.option("--gpu-memory-utilization", type=Share(0, 1, min_open=True), help="vLLM's own.")

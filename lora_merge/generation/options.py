@@ -56,7 +56,7 @@ class EngineOptions:
         engine: ``auto``, ``hf`` or ``vllm``; ``auto`` is the certified one, and without a certificate vLLM where it is installed.
         dtype: ``auto`` is the certified one, and without a certificate the checkpoint's own.
         device: for Transformers; vLLM runs on the device it was built for.
-        batch_size: texts that Transformers writes at once; None for 1,024 on a GPU, where that many fit, and 128 without.
+        batch_size: texts that Transformers writes at once; None for 2,048 on a GPU, where that many fit, and 128 without.
         tensor_parallel_size, max_model_len, gpu_memory_utilization, max_num_seqs: vLLM's own, under its names.
         trust_remote_code: whether Python code in the checkpoint may run. One that was certified with it runs with it only.
     """

@@ -98,4 +98,4 @@ def test_what_did_not_fit_is_known_and_tried_again_by_the_next_call(model, token
 def test_a_cpu_has_the_small_batches():
     assert usual_batches("cpu") == (32, 128)
     if torch.cuda.is_available():
-        assert usual_batches("cuda") == (1024, 1024)
+        assert usual_batches("cuda") == (1024, 2048)
