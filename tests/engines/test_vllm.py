@@ -6,6 +6,7 @@ The checkpoint asks for repetition_penalty 1.7 and its prompts outgrow the slidi
 from __future__ import annotations
 
 import contextlib
+import gc
 import json
 import os
 import shutil
@@ -42,6 +43,11 @@ def vllm(gemma_folder):
 @pytest.fixture(scope="module")
 def transformers(gemma_folder):
     return TransformersEngine.from_checkpoint(gemma_folder, device="cpu")
+
+
+def test_no_collection_goes_through_the_objects_of_the_libraries(vllm):
+    """First in the file: another engine that closes sees to the collection of all."""
+    assert gc.get_freeze_count() > 100_000
 
 
 def test_scores_are_those_of_transformers(vllm, transformers, prompts, labels):
@@ -306,6 +312,7 @@ def test_no_prompts_are_no_work(vllm, labels):
 def test_a_closed_engine_says_so(vllm, prompts, labels):
     """Last in the file: the engine is gone afterwards."""
     vllm.close()
+    assert gc.get_freeze_count() == 0
     vllm.close()
     with pytest.raises(EngineError, match="closed"):
         vllm.score(prompts, labels)
