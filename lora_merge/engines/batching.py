@@ -7,8 +7,8 @@ from itertools import takewhile
 
 from lora_merge.engines.prompts import Prompt
 
-_STEP_TOKENS = {"cpu": 40}
-_STEP_TOKENS_OF_A_GPU = 2000
+_STEP_TOKENS_ON_A_CPU = 40
+_LAYER_ON_A_GPU = 100_000_000_000
 _STEPS = 64
 
 
@@ -68,20 +68,22 @@ def sorted_batches(
     return sorted(batches, key=lambda batch: -len(batch) * len(prompts[batch[0]].token_ids))
 
 
-def batch_cost(device: str, max_new_tokens: int) -> int:
+def batch_cost(device: str, max_new_tokens: int, layers: int, parameters: int) -> int:
     """What one more batch costs, in tokens of a prompt: the part of a step that does not grow with its rows, for every step.
 
     On a CPU that part is reading the weights: Gemma 3 270M in bfloat16 on two cores takes 58 ms for a step of one row and 3 ms
-    for each further one, and 0.7 ms for a token of a prompt, 1.1 to 1.4 ms where a mask is applied. On a GPU it is launching: on
-    an H200 18 ms for this model and 32 at 4B's size, in which it decides 8,000 and 4,000 tokens of prompts (docs/results/gpu.md);
-    less is counted, since fill needs a mask, and attention with one is slow there. So many steps are counted as may be written,
-    at most 64: most texts end far before a limit that is higher.
+    for each further one, and 0.7 ms for a token of a prompt, 1.1 to 1.4 ms where a mask is applied; both grow with the weights.
+    On a GPU it is launching, which grows with the layers alone: on an H200 a millisecond for each, in which 1.5e11 parameters
+    meet a token of fill, of this model as of one of 4B's size (docs/results/gpu.md). Other cards fill more slowly: 1e11 are
+    counted. So many steps are counted as may be written, at most 64: most texts end far before a limit that is higher.
 
     Args:
         device: type of the device, as torch names it.
         max_new_tokens: limit of a text.
+        layers, parameters: of the model.
     """
-    return _STEP_TOKENS.get(device, _STEP_TOKENS_OF_A_GPU) * min(max_new_tokens, _STEPS)
+    step = _STEP_TOKENS_ON_A_CPU if device == "cpu" else _LAYER_ON_A_GPU * layers // parameters
+    return step * min(max_new_tokens, _STEPS)
 
 
 def common_prefix_length(prompts: Sequence[Prompt]) -> int:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import functools
 import inspect
 import os
 import sys
@@ -78,6 +79,16 @@ class LiveModel:
         self.device: torch.device = embedding.weight.device
         # Not of the weight's shape, which is empty where a trainer keeps the weight in parts.
         self.vocabulary: int | None = getattr(embedding, "num_embeddings", None)
+
+    @property
+    def layers(self) -> int:
+        """Layers of the text model; 1 where its configuration does not say."""
+        return int(getattr(self.text_config, "num_hidden_layers", None) or 1)
+
+    @functools.cached_property
+    def parameters(self) -> int:
+        """Numbers in its weights, at least 1; of a quantized layer, the bytes that are stored."""
+        return max(1, sum(int(weight.numel()) for weight in self.module.parameters()))
 
     @property
     def sliding_window(self) -> int | None:

@@ -277,7 +277,7 @@ class TransformersEngine:
         return sorted_batches(
             prompts,
             self.write_batch_size,
-            batch_cost(model.device.type, max_new_tokens),
+            batch_cost(model.device.type, max_new_tokens, model.layers, model.parameters),
             shared=everywhere if self.share_prefix else 0,
             shares_up_to=None if model.sliding_window is None else model.sliding_window - max_new_tokens,
         )
