@@ -26,7 +26,17 @@ def _sizes(context: click.Context, parameter: click.Parameter, value: str | None
 
 
 def _names(context: click.Context, parameter: click.Parameter, value: str | None) -> tuple[str, ...] | None:
-    return None if value is None else tuple(name.strip() for name in value.split(","))
+    """``hf-two-phase,vllm-two-phase`` as names of arms, or a usage error."""
+    if value is None:
+        return None
+    from lora_merge.generation.bench.arms import ARMS
+
+    known = [arm.name for arm in ARMS]
+    names = tuple(name.strip() for name in value.split(","))
+    unknown = [name for name in names if name not in known]
+    if unknown:
+        raise click.BadParameter(f"{unknown[0]!r}: expected some of {', '.join(known)}", context, parameter)
+    return names
 
 
 @click.command("bench-engines", context_settings=SETTINGS)

@@ -590,3 +590,10 @@ def test_batch_sizes_that_are_none(sizes):
     done = CliRunner().invoke(main, ["--model", "m", "--prompts", "p", "--num-prompts", "1", "--sweep", sizes])
     assert done.exit_code == 2
     assert "expected batch sizes" in done.stderr
+
+
+@pytest.mark.parametrize("names", ["fast", "hf-two-phase,fast", "", "hf-two-phase,"])
+def test_arms_that_are_none(names):
+    done = CliRunner().invoke(main, ["--model", "m", "--prompts", "p", "--num-prompts", "1", "--arms", names])
+    assert done.exit_code == 2
+    assert "expected some of hf-two-phase, vllm-two-phase, hf-one-shot, vllm-one-shot" in done.stderr
