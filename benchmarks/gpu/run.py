@@ -24,8 +24,8 @@ from pathlib import Path
 from store import is_complete
 
 HERE = Path(__file__).resolve().parent
-ENGINES = "--repeats 3 --skip-threshold 0.3 --quantiles 0 --sweep 32,64,128,256,1024 --sweep-prompts 512"
-WIDE = "--repeats 3 --arms hf-two-phase,vllm-two-phase --quantiles 0 --sweep 64,128,256,1024 --sweep-prompts 512"
+ENGINES = "--repeats 3 --skip-threshold 0.3 --quantiles 0 --sweep 32,64,128,256,1024,2048 --sweep-prompts 2048"
+WIDE = "--repeats 3 --arms hf-two-phase,vllm-two-phase --quantiles 0 --sweep 64,256,1024,2048 --sweep-prompts 2048"
 MERGES = "--arms copy,naive,naive@cuda,from-4bit,from-4bit@cuda,peft@cuda,dequantize@cuda"
 ROWS = ("--examples", "9600")  # training rows: 150 steps
 

@@ -9,8 +9,19 @@ from tables.common import NOT_MEASURED, failures, table
 
 
 def pieces(parts: dict[str, Any], out: Path) -> dict[str, str]:
-    """Of the example's own model with pictures, and of the same at the size of a larger one."""
-    return {"engines": piece(parts, "engines", out), "engines_4b": piece(parts, "engines-4b", None)}
+    """Of the example's own model with pictures, and of the same at the size of a larger one; of both the sweep of an earlier run."""
+    return {
+        "engines": piece(parts, "engines", out),
+        "engines_4b": piece(parts, "engines-4b", None),
+        "engines_earlier_sweep": earlier_sweep(parts, "engines"),
+        "engines_4b_earlier_sweep": earlier_sweep(parts, "engines-4b"),
+    }
+
+
+def earlier_sweep(parts: dict[str, Any], name: str) -> str:
+    """Of the run that is kept beside the present one, which tried smaller batches; nothing where none is kept."""
+    found = parts.get(name, {}).get("measured", {}).get("third sitting")
+    return sweep(found["report"]) if found else ""
 
 
 def piece(parts: dict[str, Any], name: str, pictures: Path | None) -> str:
