@@ -9,7 +9,7 @@ from tables.common import NOT_MEASURED, failures, table
 
 
 def pieces(parts: dict[str, Any], out: Path) -> dict[str, str]:
-    """Of the example's own model with pictures, and of the same at the size of a larger one; of both the sweep of an earlier run."""
+    """Of the example's own model with pictures and of the same at the size of a larger one; of both an earlier run's sweep."""
     return {
         "engines": piece(parts, "engines", out),
         "engines_4b": piece(parts, "engines-4b", None),
