@@ -76,7 +76,13 @@ def greedy_batch(
         done |= ended
         if len(done) == len(prompts) or step + 1 == max_new_tokens:
             break
-        if sum(row in done for row in alive) >= _LEAVE_SHARE * len(alive):
+        if model.turning_length == len(prompts[0].token_ids) + step + 1:  # of equal length, as its cache is not plain
+            alive = [row for row in alive if row not in done]
+            longer = [replace(prompts[row], token_ids=(*prompts[row].token_ids, *written[row])) for row in alive]
+            again = _Batch.start(model, longer, prefix, 0)
+            batch = replace(again, counts=batch.counts + again.counts)
+            continue
+        if model.has_plain_cache and sum(row in done for row in alive) >= _LEAVE_SHARE * len(alive):
             kept = [index for index, row in enumerate(alive) if row not in done]
             batch, tokens, alive = batch.cut(kept), tokens[kept], [alive[index] for index in kept]
         batch = batch.step(tokens, sum(row in done for row in alive))

@@ -21,8 +21,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from lora_merge.engines.errors import EngineError
 from lora_merge.engines.grouped_attention import grouped_steps
-
-_PLAIN_LAYERS = {"full_attention", "sliding_attention"}
+from lora_merge.engines.plain_cache import has_plain_cache, turning_length
 
 
 def unwrapped(model: Any) -> Any:
@@ -72,9 +71,12 @@ class LiveModel:
         self.text_config = self.config.get_text_config()
         parameters = inspect.signature(base.forward).parameters
         self._keeps_last = "logits_to_keep" in parameters
-        self._takes_positions = "position_ids" in parameters
-        # transformers 5.24 renamed it and stops reading the old name in 5.40.
-        self._cache_name = "cache" if "cache" in parameters else "past_key_values"
+        # transformers 5.24 renamed it and stops reading the old name in 5.40. State-space models say cache_params.
+        names = [name for name in ("cache", "past_key_values", "cache_params") if name in parameters]
+        self._cache_name = names[0] if names else "past_key_values"
+        self.has_plain_cache = has_plain_cache(self.text_config, parameters)
+        """Whether the cache may be repeated over a batch, cut to fewer rows and padded."""
+        self.turning_length = turning_length(self.text_config)
         embedding = base.get_input_embeddings()
         self.device: torch.device = embedding.weight.device
         # Not of the weight's shape, which is empty where a trainer keeps the weight in parts.
@@ -98,13 +100,6 @@ class LiveModel:
         if layer_types is not None:
             return window if "sliding_attention" in layer_types else None
         return window if getattr(self.text_config, "use_sliding_window", True) else None
-
-    @property
-    def has_plain_cache(self) -> bool:
-        """Whether the cache is one of keys and values only, which may be repeated over a batch, cut to fewer rows and padded."""
-        layer_types = getattr(self.text_config, "layer_types", None) or ["full_attention"]
-        chunked = getattr(self.text_config, "attention_chunk_size", None) is not None
-        return self._takes_positions and set(layer_types) <= _PLAIN_LAYERS and not chunked
 
     @contextlib.contextmanager
     def reading(self) -> Iterator[None]:
@@ -164,7 +159,15 @@ class LiveModel:
         logits = getattr(output, "logits", None)
         if not isinstance(logits, Tensor) or logits.dim() != 3 or logits.shape[0] != ids.shape[0]:
             raise EngineError(f"{type(self.module).__name__} returned no logits of shape (batch, tokens, vocabulary)")
-        return logits[:, -1, :], getattr(output, self._cache_name) if use_cache else None
+        if not use_cache:
+            return logits[:, -1, :], None
+        held = getattr(output, self._cache_name, None)
+        if held is None:
+            raise EngineError(
+                f"{type(unwrapped(self.module)).__name__} gives back no cache that a text could be continued from; "
+                "write with vLLM (--engine vllm)"
+            )
+        return logits[:, -1, :], held
 
     def ids_tensor(self, rows: Sequence[Sequence[int]]) -> Tensor:
         """Rows of one length as an integer tensor on the model's device."""
