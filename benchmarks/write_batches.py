@@ -79,10 +79,12 @@ def main() -> None:
         against = timed(other)
         row |= {f"{key}_{what}": value for what, value in against.items()}
         row |= {"filled_wasted": round(engine.token_counts.wasted_share, 4)} if options.joined else {}
+        row |= {"did_not_fit": True} if engine.write_fit is not None else {}
         rows.append(row)
         print(
             f"batch {batch:>4}: {row['seconds']:6.1f} s for {row['tokens']:,} tokens, "
-            f"{name} {against['seconds']:6.1f} s for {against['tokens']:,}",
+            f"{name} {against['seconds']:6.1f} s for {against['tokens']:,}"
+            + (" (a batch did not fit and was halved: no comparison)" if "did_not_fit" in row else ""),
             flush=True,
         )
     used = [sum(row[name] for row in rows) for name in (f"{key}_processor_seconds", "processor_seconds")]

@@ -73,9 +73,10 @@ def batch_cost(device: str, max_new_tokens: int, layers: int, parameters: int) -
 
     On a CPU that part is reading the weights: Gemma 3 270M in bfloat16 on two cores takes 58 ms for a step of one row and 3 ms
     for each further one, and 0.7 ms for a token of a prompt, 1.1 to 1.4 ms where a mask is applied; both grow with the weights.
-    On a GPU it is launching, which grows with the layers alone: on an H200 a millisecond for each, in which 1.5e11 parameters
-    meet a token of fill, of this model as of one of 4B's size (docs/results/gpu.md). Other cards fill more slowly: 1e11 are
-    counted. So many steps are counted as may be written, at most 64: most texts end far before a limit that is higher.
+    On a GPU it is launching, which grows with the layers alone, on an H200 by a millisecond (docs/results/gpu.md), while a token
+    of fill costs what the parameters do. That card could multiply 4e11 of them with a token in a millisecond; 1e11 are counted,
+    since attention behind a mask is slow and other cards are, too. So many steps are counted as may be written, at most 64: most
+    texts end far before a limit that is higher.
 
     Args:
         device: type of the device, as torch names it.

@@ -37,11 +37,12 @@ if TYPE_CHECKING:
 SCORE_BATCH = 32
 WRITE_BATCH = 128
 GPU_SCORE_BATCH = 1024
-"""Prompts at once on a GPU, where they fit: a step of a small model takes as long as launching it, whatever the batch. On an H200
-Gemma 3 270M decides 10,000 prompts in 1.7 s instead of 12.5; twice as many at once take as long (docs/results/gpu.md)."""
+"""Prompts at once on a GPU, where they fit: a step of a small model takes about as long as launching it. On an H200 Gemma 3 270M
+decides 575 prompts a second at 32 at once, 5,600 to 8,400 at 1,024 and 6,900 to 10,000 at 2,048; a model of 4B's size 1,870 to
+1,910 and 1,930 to 1,980 (docs/results/gpu-probes.json)."""
 GPU_WRITE_BATCH = 2048
 """Texts at once on a GPU, where they fit. On an H200 a model of Gemma 3 4B's size writes 4,096 texts in 40.5 s at 256 at once,
-13.2 at 1,024, 10.5 at 2,048 and 10.1 at 4,096, with 12, 26, 44 and 79 GB (docs/results/gpu.md)."""
+13.2 at 1,024, 10.5 at 2,048 and 10.1 at 4,096, for which torch hands out 12, 26, 44 and 79 GB (docs/results/gpu.md)."""
 _WORTH_SHARING = 8
 """Fewer shared ids than this over all prompts, and each batch looks for its own shared beginning."""
 
