@@ -235,7 +235,7 @@ def test_the_engine_is_closed_whatever_happens(checkpoint, prompts, tmp_path):
 @pytest.mark.parametrize("shard", ["1/1", "2/2"])
 @pytest.mark.parametrize(
     ("given", "on_gpu", "expected"),
-    [(None, True, (1024, 1024)), (None, False, (32, 128)), (7, True, (1024, 7)), (0, False, (32, 0))],
+    [(None, True, (1024, 2048)), (None, False, (32, 128)), (7, True, (1024, 7)), (0, False, (32, 0))],
 )
 def test_the_engine_is_opened_for_the_prompts_and_the_device(
     given, on_gpu, expected, shard, checkpoint, many, tmp_path, monkeypatch
