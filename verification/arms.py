@@ -126,7 +126,7 @@ def live_reference(
             dtype=sources.live_dtype,
             device=resolve_device(options.device),
             trust_remote_code=options.trust_remote_code,
-            bnb_config=sources.bnb_config(),
+            bnb_config=sources.bnb_config(options.trust_remote_code),
             quantized=True,
         )
         model = load_adapter(model, adapter)
@@ -186,7 +186,9 @@ def control_arm(prepared: Prepared, sources: Sources, options: EngineOptions, st
             engine = TransformersEngine.from_checkpoint(sources.base.path, **settings)
         else:
             settings["dtype"] = sources.live_dtype
-            engine = TransformersEngine.from_quantized(sources.base.path, None, sources.bnb_config(), **settings)
+            engine = TransformersEngine.from_quantized(
+                sources.base.path, None, sources.bnb_config(options.trust_remote_code), **settings
+            )
         with contextlib.closing(engine):
             scores = engine.score(sample, prepared.labels, progress=progress)
             return Arm(tuple(scores), {**engine.describe(), "base": sources.base.source, "adapter": None})
@@ -278,5 +280,6 @@ def _check_quantized_modules(model: Any, recipe: QuantRecipe | None) -> None:
         module = min(expected ^ found)
         where = "in training and not here" if module in expected else "here and not in training"
         raise Inconclusive(
-            f"module {module} was quantized {where}: another transformers version? Record a reference at training instead"
+            f"module {module} was quantized {where}, by another class or version of transformers; record a reference at training "
+            "instead, or give --quant-config with the training's BitsAndBytesConfig"
         )

@@ -8,17 +8,21 @@ from __future__ import annotations
 
 import itertools
 import os
+import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from lora_merge.merging.api import MergeOptions
+from lora_merge.merging.architecture import Architecture
 from lora_merge.merging.checkpoint import read_checkpoint
 from lora_merge.merging.digests import adapter_digests, adapter_identity, file_digest
 from lora_merge.merging.folders import ModelFolder, read_json, resolve_folder
 from lora_merge.merging.manifest import MergeManifest, read_manifest
 from lora_merge.merging.model_names import commit_of, model_name, same_model, says_little
+from lora_merge.merging.modules import has_patterns, quantized_modules
+from lora_merge.merging.names import neutral
 from lora_merge.merging.quantization import RECIPE_FIELDS, WEIGHT_SETTINGS, QuantRecipe
 from lora_merge.merging.recipes import resemblance
 from lora_merge.merging.side_files import MANIFEST_FILE
@@ -75,13 +79,24 @@ class Sources:
     prequantized: bool
     findings: tuple[Check, ...]
 
-    def bnb_config(self) -> dict[str, Any] | None:
-        """What loads the base as the reference has it; None for a base that is quantized already."""
+    def bnb_config(self, trust_remote_code: bool = False) -> dict[str, Any] | None:
+        """What loads the base as the reference has it; None for a base that is quantized already.
+
+        A recipe that names the quantized modules has just these quantized, whatever transformers would leave out by itself.
+        """
         if self.prequantized:
             return None
         if self.recipe is None:
             raise Inconclusive("the reference has no quantization recipe: nothing to load the base by")
-        return self.recipe.bnb_config()
+        config, named = self.recipe.bnb_config(), self.recipe.quantized_modules
+        if named is None or has_patterns(named) or self.base is None:
+            return config
+        architecture, wanted = Architecture(read_checkpoint(self.base), trust_remote_code), {neutral(name) for name in named}
+        usual = {neutral(name) for name in quantized_modules(architecture, self.recipe.skip_modules)}
+        if usual != wanted:
+            left_out = [name for name in quantized_modules(architecture, ()) if neutral(name) not in wanted]
+            config["llm_int8_skip_modules"] = [f"{re.escape(name)}$" for name in left_out]  # or gate would be gate_proj as well
+        return config
 
     @property
     def live_dtype(self) -> str:

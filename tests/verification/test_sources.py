@@ -15,15 +15,19 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from lora_merge.engines.loading import load_causal_model
 from lora_merge.merging.api import MergeOptions, merge
 from lora_merge.merging.errors import MergeError
+from lora_merge.merging.folders import ModelFolder
 from lora_merge.merging.model_names import commit_of, model_name, same_model, says_little
-from lora_merge.merging.recipes import RECIPE_FILE
+from lora_merge.merging.quantization import QuantRecipe
+from lora_merge.merging.recipes import RECIPE_FILE, recipe_of
+from tests.engines.builders import make_model
 from verification.checks import Outcome
 from verification.errors import Inconclusive
 from verification.reference import Reference, read_reference
 from verification.reference_file import write_reference
-from verification.sources import SourceOptions, find_sources
+from verification.sources import SourceOptions, Sources, find_sources
 
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
 
@@ -454,3 +458,18 @@ def test_the_reference_can_be_merged_anew(trained: Path, tmp_path: Path) -> None
     options = sources.merge_options(dtype=None, trust_remote_code=False)
     again = merge(sources.base.path, sources.adapter.path, tmp_path / "again", options).out
     assert (again / "model.safetensors").read_bytes() == (trained / "merged" / "model.safetensors").read_bytes()
+
+
+@pytest.mark.parametrize("left_out", [(), ("up_proj", "gate_proj"), ("lm_head", "down_proj"), ("1.self_attn.q_proj",)])
+def test_a_live_reference_quantizes_the_modules_that_the_record_names(left_out: tuple[str, ...], tmp_path: Path) -> None:
+    """Whatever training left out, the head of an untied model or not. Oracle: the layers of the model that transformers loads."""
+    model = make_model("llama", num_hidden_layers=2, tie_word_embeddings=False, vocab_size=384).to(torch.bfloat16)
+    model.save_pretrained(tmp_path)
+    linear = {name for name, module in model.named_modules() if type(module) is torch.nn.Linear}
+    named = {name for name in linear if not name.endswith(left_out)} if left_out else linear - {"lm_head"}
+    recipe = QuantRecipe(quantized_modules=tuple(sorted(named)))
+    base = ModelFolder(tmp_path, str(tmp_path))
+    config = Sources(None, base, None, recipe, "given", False, ()).bnb_config()
+    assert ("llm_int8_skip_modules" in config) == bool(left_out)
+    loaded = load_causal_model(tmp_path, dtype="bfloat16", device=torch.device("cpu"), bnb_config=config, quantized=True)
+    assert set(recipe_of(loaded).quantized_modules) == named
