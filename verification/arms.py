@@ -129,7 +129,7 @@ def live_reference(
             bnb_config=sources.bnb_config(options.trust_remote_code),
             quantized=True,
         )
-        model = load_adapter(model, adapter)
+        model = load_adapter(model, adapter, base_is_residual=sources.base_is_residual)
         _check_quantized_modules(model, sources.recipe)  # before any forward: a repacked layer no longer tells
         engine = TransformersEngine.from_model(model)
         facts = {**engine.describe(), "base": sources.base.source, "adapter": sources.adapter.source, "recorded": False}

@@ -103,6 +103,11 @@ class Sources:
         """The type in which the base is loaded: the one it was quantized in, which its other weights had in training too."""
         return "bfloat16" if self.recipe is None else self.recipe.quant_dtype
 
+    @property
+    def base_is_residual(self) -> bool:
+        """Whether the base is the residual one that the adapter was trained with, on the word of who merged."""
+        return self.manifest is not None and self.manifest.base_is_residual
+
     def merge_options(self, *, dtype: str | None, trust_remote_code: bool) -> MergeOptions:
         """What merges base and adapter into the very function that the reference is, in ``dtype``."""
         recipe = {}
@@ -112,7 +117,7 @@ class Sources:
         return MergeOptions(
             from_4bit=self.recipe is not None or self.prequantized,
             recipe=recipe,
-            base_is_residual=self.manifest.base_is_residual if self.manifest is not None else False,
+            base_is_residual=self.base_is_residual,
             packing=self.manifest.packing if self.manifest is not None else MergeOptions().packing,
             dtype=dtype,
             trust_remote_code=trust_remote_code,

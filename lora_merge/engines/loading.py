@@ -97,15 +97,18 @@ def load_causal_model(
     return model.eval()
 
 
-def load_adapter(model: nn.Module, adapter: str | Path) -> nn.Module:
+def load_adapter(model: nn.Module, adapter: str | Path, *, base_is_residual: bool = False) -> nn.Module:
     """``model`` with the PEFT adapter of the folder on top, unmerged and frozen.
 
     A vocabulary that was resized before training is resized here too: see :mod:`~lora_merge.engines.vocabulary`.
 
+    ``base_is_residual``: the initialization that the adapter names (PiSSA, OLoRA, LoftQ, ...) has changed this model already.
+    PEFT initializes before it loads, and would change it once more.
+
     Raises :class:`EngineError` when it does not load, when a part of the model's adapter got no tensor from the folder, or when a
     tensor of the folder found no place: PEFT only warns of the first and says nothing of the second.
     """
-    from peft import PeftModel, get_peft_model_state_dict
+    from peft import PeftConfig, PeftModel, get_peft_model_state_dict
     from safetensors import SafetensorError
 
     try:
@@ -113,9 +116,12 @@ def load_adapter(model: nn.Module, adapter: str | Path) -> nn.Module:
         shapes = stored.shapes()
         vocabulary = tables(model, shapes)
         fit_vocabulary(model, shapes, adapter)
+        config = PeftConfig.from_pretrained(str(adapter))
+        if base_is_residual:
+            config.init_lora_weights = True
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
-            adapted = PeftModel.from_pretrained(model, str(adapter), is_trainable=False).eval()
+            adapted = PeftModel.from_pretrained(model, str(adapter), is_trainable=False, config=config).eval()
         check_vocabulary(model, vocabulary, stored.tensors([name for table in vocabulary for name in table.stored]), adapter)
     except (OSError, ValueError, ImportError, KeyError, RuntimeError, TypeError, UnpicklingError, SafetensorError) as error:
         raise EngineError(f"adapter {adapter} does not load on {type(model).__name__}: {brief(error)}") from error

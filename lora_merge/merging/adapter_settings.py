@@ -152,8 +152,8 @@ def read_settings(config: Mapping[str, Any], where: str, *, base_is_residual: bo
     if residual and not base_is_residual:
         raise MergeError(
             f"{where}: init_lora_weights is {init!r}, which also changes the base: this adapter belongs to the residual base it "
-            "was trained with; give that one and --base-is-residual, or convert the adapter to a plain LoRA with PEFT's "
-            "path_initial_model_for_weight_conversion"
+            "was trained with; give that one and --base-is-residual (docs/adapters.md tells how to get it). A conversion by "
+            "PEFT's path_initial_model_for_weight_conversion is right only where that base was not quantized in training"
         )
     if base_is_residual and not residual:
         raise MergeError(f"{where}: --base-is-residual was given, but init_lora_weights is {init!r}, which has no residual base")

@@ -47,10 +47,14 @@ def lineage_cautions(base: Checkpoint, adapters: Sequence[Adapter]) -> Iterator[
     for adapter in adapters:
         named, alike = adapter.named_base, resemblance(adapter.folder.path, base)
         if alike is not None and not alike.is_same:
-            yield (
-                f"{adapter.folder.source} was not trained on base {base.folder.source}, which holds {alike}; "
-                f"give the base of the training{f', {named}' if named is not None else ''}"
-            )
+            if named is None or not any(same_model(named, source) for source in here):
+                way_out = f"give the base of the training{f', {named}' if named is not None else ''}"
+            else:
+                way_out = (
+                    "its weights have changed since, or the training's base was a residual one, which PiSSA, OLoRA and LoftQ "
+                    "make of this one: give that"
+                )
+            yield f"{adapter.folder.source} was not trained on base {base.folder.source}, which holds {alike}; {way_out}"
         elif alike is None and named is not None and not any(same_model(named, source) for source in here):
             yield (
                 f"{adapter.folder.source} was trained on {named} by its configuration, and base {base.folder.source} has another "

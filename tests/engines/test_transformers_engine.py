@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import json
 import math
 import os
 import shutil
@@ -12,7 +14,7 @@ from peft import LoraConfig, get_peft_model
 
 from lora_merge.engines.errors import EngineError, NonFiniteScore
 from lora_merge.engines.labels import DecisionLabels, Label
-from lora_merge.engines.loading import load_causal_model
+from lora_merge.engines.loading import load_adapter, load_causal_model
 from lora_merge.engines.prompts import Prompt
 from lora_merge.engines.protocol import Engine, GenerationLimits
 from lora_merge.engines.transformers_engine import TransformersEngine
@@ -248,3 +250,23 @@ def test_weights_that_the_library_cannot_open_are_refused(how, gemma_folder, tmp
         weights.write_bytes(weights.read_bytes()[:-100])
     with pytest.raises(EngineError, match="does not load as a causal language model: "):
         load_causal_model(folder, dtype="auto", device=torch.device("cpu"))
+
+
+@pytest.mark.parametrize("init", ["olora", "pissa"])
+def test_an_adapter_of_a_residual_base_does_not_change_it_once_more(init, tmp_path):
+    """Oracle: the model as it was trained, float32. PEFT initializes again as it loads."""
+    adapted = get_peft_model(make_model("llama"), LoraConfig(r=4, target_modules=["q_proj", "down_proj"], init_lora_weights=init))
+    with torch.no_grad():
+        for name, weight in adapted.named_parameters():
+            if "lora_" in name:
+                weight.mul_(1.5)
+    ids = torch.tensor([[2, 30, 40, 50]])
+    expected = adapted.eval()(ids).logits.detach()
+    adapted.save_pretrained(tmp_path)
+    config = json.loads((tmp_path / "adapter_config.json").read_text())
+    assert config["init_lora_weights"] == init
+    residual = adapted.unload()
+    loaded = load_adapter(copy.deepcopy(residual), tmp_path, base_is_residual=True)
+    torch.testing.assert_close(loaded(ids).logits, expected, rtol=0, atol=1e-4)
+    with pytest.raises(AssertionError):
+        torch.testing.assert_close(load_adapter(residual, tmp_path)(ids).logits, expected, rtol=0, atol=0.1)

@@ -150,9 +150,15 @@ def test_a_merge_says_that_the_base_is_another_and_nothing_of_a_mere_name(option
     folder, base = recorded
     other = changed(base, tmp_path / base.name, 0.05)
     renamed = shutil.copytree(base, tmp_path / "cousin")
-    for source, out, said in ((other, "a", True), (renamed, "b", False)):
+    stranger = shutil.copytree(other, tmp_path / "stranger")
+    changed_since, another = (
+        "its weights have changed since, or the training's base was a residual",
+        "give the base of the training",
+    )
+    for source, out, said in ((other, "a", changed_since), (renamed, "b", None), (stranger, "c", another)):
         arguments = ["--base", source, "--adapter", folder, "--out", tmp_path / out, "--quiet", *options]
         done = CliRunner().invoke(main, [str(argument) for argument in arguments])
         assert done.exit_code == 0, done.stderr
-        assert (f"{folder} was not trained on base {source}, which holds other 4-bit weights in" in done.stderr) == said
+        assert (f"{folder} was not trained on base {source}, which holds other 4-bit weights in" in done.stderr) == bool(said)
         assert "another name" not in done.stderr
+        assert [text for text in (changed_since, another) if text in done.stderr] == ([said] if said else [])
