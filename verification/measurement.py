@@ -269,7 +269,10 @@ def match_token_ids(prompts: Sequence[Prompt], recorded: Mapping[str, str], date
     if changed:
         first = changed[0]
         begin = ", ".join(map(str, first.token_ids[:_SHOWN_IDS]))
-        reasons = "another tokenizer, library version, chat template, prefill or prompt text; nothing can be compared"
+        reasons = (
+            "another tokenizer, library version, chat template, prefill or prompt text; nothing can be compared (a tokenizer or "
+            "template of the training's own belongs beside the adapter before it is merged: tokenizer.save_pretrained)"
+        )
         if first.date is not None and date is None:
             known = "the chat template writes the date into its prompts, and the reference does not say of which day it is"
             reasons = f"{known}; record it again, or it is {reasons}"

@@ -7,6 +7,7 @@
 from __future__ import annotations
 
 import os
+import warnings
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -100,7 +101,29 @@ def record_reference(
         progress=progress,
     )
     write_reference(reference, Path(out_path))
+    if adapter_dir is not None and (lost := _lost_of_tokenizer(tokenizer, Path(adapter_dir))):
+        warnings.warn(
+            f"adapter {adapter_dir} holds no tokenizer, and the {lost} of this one is not that of {tokenizer.name_or_path}, which a "
+            "merge would take: save it there too (tokenizer.save_pretrained)",
+            stacklevel=2,
+        )
     return reference
+
+
+def _lost_of_tokenizer(tokenizer: PreTrainedTokenizerBase, adapter_dir: Path) -> str | None:
+    """What the tokenizer of the training has that a merge without it would not; None where it is saved, or not known."""
+    from transformers import AutoTokenizer
+
+    name = getattr(tokenizer, "name_or_path", None)
+    if (adapter_dir / "tokenizer_config.json").is_file() or not name:
+        return None
+    try:
+        original = AutoTokenizer.from_pretrained(name, local_files_only=True)
+    except (OSError, ValueError, ImportError):  # moved since, or loaded by code of its own
+        return None
+    if tokenizer.chat_template != original.chat_template:
+        return "chat template"
+    return "vocabulary" if len(tokenizer) != len(original) else None
 
 
 def score_reference(

@@ -121,11 +121,14 @@ def tokenize_rows(
     ``prefill``: appended to ``prompt`` and after the chat template of ``messages``. ``max_length``: most tokens a prompt may
     have, so the model's positions less what will be written. ``vocabulary``: rows of the model's embedding
     (:func:`~lora_merge.engines.model_files.vocabulary_rows`), which the tokenizer may know more tokens than. ``bos``:
-    whether every prompt must have exactly one BOS, at its beginning; None asks :func:`wants_bos`. ``date``: of which day, at
-    midnight, a chat template that asks for the date is told; None for today.
+    whether every prompt must have exactly one BOS, at its beginning; None asks :func:`wants_bos`, and leaves it to the author
+    of conversations and of ready-made ids where the tokenizer's chat template writes none: training and serving then had none.
+    ``date``: of which day, at midnight, a chat template that asks for the date is told; None for today.
     """
     begins = wants_bos(tokenizer) if bos is None else bos
-    encoder = _Encoder(tokenizer, prefill, max_length, vocabulary, begins, date or today())
+    encoder = _Encoder(
+        tokenizer, prefill, max_length, vocabulary, begins, bos is None and _template_without_bos(tokenizer), date or today()
+    )
     iterator = iter(rows)
     while chunk := list(itertools.islice(iterator, _CHUNK)):
         yield from encoder.encode_chunk(chunk)
@@ -152,6 +155,13 @@ def wants_bos(tokenizer: PreTrainedTokenizerBase) -> bool:
         or "bos_token" in str(tokenizer.chat_template or "")
         or type(tokenizer).__name__.startswith("Gemma")
     )
+
+
+def _template_without_bos(tokenizer: PreTrainedTokenizerBase) -> bool:
+    """Whether there is a chat template that writes no BOS, such as ChatML's; of a Gemma tokenizer it has lost it."""
+    template = str(tokenizer.chat_template or "")
+    writes = "bos_token" in template or str(tokenizer.bos_token) in template
+    return bool(template) and not writes and not type(tokenizer).__name__.startswith("Gemma")
 
 
 def encode(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
@@ -213,6 +223,7 @@ class _Encoder:
     max_length: int | None
     vocabulary: int | None
     bos: bool
+    bos_is_the_author_s: bool
     date: datetime.date
 
     def encode_chunk(self, rows: Sequence[PromptRow | BadRow]) -> Iterator[Prompt | BadRow]:
@@ -270,16 +281,18 @@ class _Encoder:
         bos = self.tokenizer.bos_token_id
         if self.bos and row.prompt is not None and bos is not None and list(ids[:1]) != [bos]:
             ids = [bos, *ids]
-        reason = self._bos_problem(ids) or self._length_problem(ids)
+        reason = self._bos_problem(row, ids) or self._length_problem(ids)
         reason = reason or (None if text else self._foreign_ids_problem(ids)) or self._row_problem(ids)
         date = self.date.isoformat() if self._asks_for_the_date(row) else None
         return _bad(row, reason) if reason else Prompt(row.id, tuple(ids), row.fields, text, row.line, date)
 
-    def _bos_problem(self, ids: Sequence[int]) -> str | None:
+    def _bos_problem(self, row: PromptRow, ids: Sequence[int]) -> str | None:
         bos = self.tokenizer.bos_token_id
         if bos is None:
             return None
         count = sum(1 for token in ids if token == bos)
+        if count == 0 and row.prompt is None and self.bos_is_the_author_s:
+            return None
         if self.bos and (count != 1 or ids[0] != bos):
             place = f"{count} BOS tokens (id {bos})" if count != 1 else f"its BOS (id {bos}) at position {list(ids).index(bos)}"
             return f"found {place}, first ids {list(ids[:4])}; expected exactly one, at the beginning"

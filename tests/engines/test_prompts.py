@@ -86,6 +86,45 @@ def test_a_conversation_goes_through_the_template_and_has_its_bos_once(tokenizer
     assert prompt.text == expected
 
 
+CHATML = "{% for message in messages %}<|im_start|>{{ message['content'] }}<|im_end|>{% endfor %}<|im_start|>"
+
+
+def test_a_conversation_has_no_bos_where_its_template_writes_none():
+    """As trainers and vLLM's chat read it: the template's own ids. A plain prompt of the same tokenizer has one all the same."""
+    tokenizer = make_tokenizer()
+    tokenizer.chat_template = CHATML
+    chat = [{"role": "user", "content": "leek"}]
+    ids = encode(tokenizer, tokenizer.apply_chat_template(chat, add_generation_prompt=True, tokenize=False) + DEFAULT_PREFILL)
+    assert BOS not in ids
+    assert list(one(tokenizer, messages=chat).token_ids) == ids
+    assert list(one(tokenizer, prompt_token_ids=ids).token_ids) == ids
+    assert list(one(tokenizer, prompt_token_ids=[BOS, *ids]).token_ids) == [BOS, *ids]
+    assert one(tokenizer, prompt="leek").token_ids[0] == BOS
+    with pytest.raises(EngineError, match=r"BOS .* at position 1"):
+        one(tokenizer, prompt_token_ids=[ids[0], BOS, *ids[1:]])
+    with pytest.raises(EngineError, match="found 0 BOS"):
+        one(tokenizer, messages=chat, bos=True)
+
+
+@pytest.mark.parametrize("template", ["<bos>" + CHATML, "{% if first %}{{ bos_token }}{% endif %}" + CHATML])
+def test_ready_made_ids_without_the_bos_that_the_template_writes_are_refused(template):
+    tokenizer = make_tokenizer()
+    tokenizer.chat_template = template
+    with pytest.raises(EngineError, match="found 0 BOS"):
+        one(tokenizer, prompt_token_ids=encode(tokenizer, "leek" + DEFAULT_PREFILL))
+
+
+def test_a_gemma_template_that_lost_its_bos_is_refused():
+    tokenizer = make_tokenizer()
+    tokenizer.chat_template = CHATML
+    type(tokenizer).__name__, before = "GemmaTokenizer", type(tokenizer).__name__
+    try:
+        with pytest.raises(EngineError, match="found 0 BOS"):
+            one(tokenizer, messages=[{"role": "user", "content": "leek"}])
+    finally:
+        type(tokenizer).__name__ = before
+
+
 def test_a_template_that_writes_two_bos_is_refused():
     tokenizer = make_tokenizer()
     tokenizer.chat_template = "{{ bos_token }}" + tokenizer.chat_template

@@ -9,11 +9,13 @@ import hashlib
 import json
 import math
 import shutil
+import warnings
 from pathlib import Path
 
 import pytest
 import torch
 from peft import LoraConfig, PeftModel, get_peft_model
+from transformers import AutoTokenizer
 
 from lora_merge.engines.errors import EngineError, NonFiniteScore
 from lora_merge.engines.live_model import LiveModel
@@ -453,3 +455,29 @@ def test_a_nan_is_no_number_in_a_file(recorded):
     recorded.write_text("\n".join(text) + "\n")
     with pytest.raises(VerificationError, match=r"line 3.*NaN"):
         read_reference(recorded)
+
+
+@pytest.mark.parametrize(
+    ("change", "saved", "warned"),
+    [
+        ("nothing", False, None),
+        ("template", False, "the chat template of this one is not that of"),
+        ("template", True, None),
+        ("tokens", False, "the vocabulary of this one is not that of"),
+    ],
+)
+def test_a_tokenizer_of_the_training_s_own_is_missed_beside_the_adapter(change, saved, warned, live, adapter, tmp_path):
+    """A merge takes the base's where the adapter has none: prompts would be other ids on both sides of a live verification."""
+    make_tokenizer().save_pretrained(tmp_path / "base")
+    own = AutoTokenizer.from_pretrained(tmp_path / "base")
+    if change == "template":
+        own.chat_template = "{% for message in messages %}{{ bos_token }}[{{ message['content'] }}]{% endfor %}"
+    if change == "tokens":
+        own.add_tokens(["<x>"])
+    if saved:
+        own.save_pretrained(adapter)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        record_reference(live, own, ROWS[:4], tmp_path / "reference.jsonl", adapter_dir=adapter, second_batch_size=None)
+    said = [str(item.message) for item in caught if "holds no tokenizer" in str(item.message)]
+    assert len(said) == (warned is not None) and all(warned in text for text in said)
