@@ -103,8 +103,8 @@ def record_reference(
     write_reference(reference, Path(out_path))
     if adapter_dir is not None and (lost := _lost_of_tokenizer(tokenizer, Path(adapter_dir))):
         warnings.warn(
-            f"adapter {adapter_dir} holds no tokenizer, and the {lost} of this one is not that of {tokenizer.name_or_path}, which "
-            "a merge would take: save it there too (tokenizer.save_pretrained)",
+            f"adapter {adapter_dir} holds no tokenizer, and the {lost} of this one is not that of {tokenizer.name_or_path}, "
+            "which a merge would take: save it there too (tokenizer.save_pretrained)",
             stacklevel=2,
         )
     return reference
