@@ -76,7 +76,7 @@ def greedy_batch(
         done |= ended
         if len(done) == len(prompts) or step + 1 == max_new_tokens:
             break
-        if model.turning_length == len(prompts[0].token_ids) + step + 1:  # of equal length, as its cache is not plain
+        if model.turning_length == len(prompts[0].token_ids) + step + 1:  # of equal length, as nothing else may turn
             alive = [row for row in alive if row not in done]
             longer = [replace(prompts[row], token_ids=(*prompts[row].token_ids, *written[row])) for row in alive]
             again = _Batch.start(model, longer, prefix, 0)
@@ -144,9 +144,9 @@ def shareable_prefix(model: LiveModel, prompts: Sequence[Prompt], max_new_tokens
     Filling between the shared and the own part shifts cache places against positions. Full attention does not mind; a sliding
     window counts places, so once a row could outgrow it nothing is shared in a batch of unequal lengths.
     """
-    if not model.has_plain_cache:
-        return 0
     lengths = {len(prompt.token_ids) for prompt in prompts}
+    if not model.is_plain(max(lengths) + max_new_tokens):
+        return 0
     window = model.sliding_window
     if len(lengths) > 1 and window is not None and max(lengths) + max_new_tokens > window:
         return 0

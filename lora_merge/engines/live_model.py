@@ -75,12 +75,16 @@ class LiveModel:
         names = [name for name in ("cache", "past_key_values", "cache_params") if name in parameters]
         self._cache_name = names[0] if names else "past_key_values"
         self.has_plain_cache = has_plain_cache(self.text_config, parameters)
-        """Whether the cache may be repeated over a batch, cut to fewer rows and padded."""
+        """Whether the cache may be cut to fewer rows, and where :meth:`is_plain` be repeated over a batch and padded."""
         self.turning_length = turning_length(self.text_config)
         embedding = base.get_input_embeddings()
         self.device: torch.device = embedding.weight.device
         # Not of the weight's shape, which is empty where a trainer keeps the weight in parts.
         self.vocabulary: int | None = getattr(embedding, "num_embeddings", None)
+
+    def is_plain(self, longest: int) -> bool:
+        """Whether a text's keys and values do not hang on what is computed beside it, of texts of at most ``longest`` tokens."""
+        return self.has_plain_cache and (self.turning_length is None or longest < self.turning_length)
 
     @property
     def layers(self) -> int:

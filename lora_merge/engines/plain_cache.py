@@ -22,6 +22,8 @@ _OTHERWISE = {
 def has_plain_cache(config: Any, parameters: Mapping[str, Any]) -> bool:
     """Whether the cache is of keys and values only, one a place, each of them the same whatever else is computed beside it.
 
+    So it is for longrope as well, as long as no text grows to :func:`turning_length`.
+
     Args:
         config: of the text model.
         parameters: of its forward, by name: it has to take positions, and the cache.
@@ -29,7 +31,7 @@ def has_plain_cache(config: Any, parameters: Mapping[str, Any]) -> bool:
     if "position_ids" not in parameters or not {"cache", "past_key_values"} & set(parameters):
         return False
     layers = getattr(config, "layer_types", None) or ["full_attention"]
-    if not set(layers) <= _LAYERS or any("dynamic" in kind or kind == "longrope" for kind, _ in _ropes(config)):
+    if not set(layers) <= _LAYERS or any("dynamic" in kind for kind, _ in _ropes(config)):
         return False
     said = {name for name, value in vars(config).items() if value is not None}
     return not said & _OTHERWISE and all(name in _WINDOWS for name in said if "window" in name)

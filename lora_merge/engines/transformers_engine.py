@@ -214,11 +214,12 @@ class TransformersEngine:
         check_ids(prompts, model.vocabulary)
         scores: list[DecisionScore | None] = [None] * len(prompts)
         prefix = SharedPrefix(model)
-        shared = common_prefix_length(prompts) if self.share_prefix else 0
+        sharing = self.share_prefix and model.is_plain(max(_lengths(prompts), default=0))
+        shared = common_prefix_length(prompts) if sharing else 0
 
         def score(positions: list[int], tell: Progress) -> None:
             batch = [prompts[position] for position in positions]
-            known = common_prefix_length(batch) if self.share_prefix and shared < _WORTH_SHARING else shared
+            known = common_prefix_length(batch) if sharing and shared < _WORTH_SHARING else shared
             ids = model.ids_tensor([prompt.token_ids[known:] for prompt in batch])
             logits, _ = model.last_logits(ids, cache=prefix.cache_for(batch[0].token_ids[:known], len(batch)))
             for position, found in zip(positions, _scores(batch, logits, labels), strict=True):
@@ -273,7 +274,7 @@ class TransformersEngine:
         self, model: LiveModel, prompts: Sequence[Prompt], max_new_tokens: int, everywhere: int
     ) -> list[list[int]]:
         """Positions of ``prompts``, which all begin with ``everywhere`` common ids. Recorded settings alone decide."""
-        if not model.has_plain_cache:
+        if not model.is_plain(max(_lengths(prompts), default=0) + max_new_tokens):
             return equal_length_batches(prompts, self.write_batch_size)
         return sorted_batches(
             prompts,

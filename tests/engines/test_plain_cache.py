@@ -100,7 +100,18 @@ def test_scores_and_texts_of_a_batch_are_those_of_one_by_one(name, tokenizer):
     texts = engine.generate(prompts, GenerationLimits(12, stops))
     assert [text.token_ids for text in texts] == [alone(model, prompt, 12, stops) for prompt in prompts]
     assert len({len(text.token_ids) for text in texts}) > 1
-    assert engine.describe()["settings"]["share_prefix"] == (name == "Llama")
+    assert engine.describe()["settings"]["share_prefix"] == (name in ("Llama", "Phi3"))
+
+
+def test_texts_that_do_not_reach_the_turn_share_batches_and_beginnings(tokenizer):
+    model, prompts = made("Phi3"), some_prompts()
+    engine = TransformersEngine.from_model(model, tokenizer, share_prefix=True)
+    assert max(len(prompt.token_ids) for prompt in prompts) == ORIGINAL - 4
+    texts = engine.generate(prompts, GenerationLimits(4))
+    assert engine.token_counts.shared == 21 and engine.token_counts.padding > 0
+    assert [text.token_ids for text in texts] == [alone(model, prompt, 4) for prompt in prompts]
+    engine.generate(prompts, GenerationLimits(5))
+    assert engine.token_counts.padding == 0
 
 
 def test_a_text_that_grows_past_the_turn_is_started_again(tokenizer):
@@ -154,9 +165,9 @@ def test_usual_models_have_a_plain_cache(kind):
         ({"local_attention": 128}, TAKES),
         ({"type_vocab_size": 2}, TAKES),
         ({"rope_parameters": {"rope_type": "dynamic", "factor": 4.0}}, TAKES),
-        ({"rope_scaling": {"type": "longrope"}}, TAKES),
+        ({"rope_scaling": {"type": "dynamic"}}, TAKES),
         (
-            {"rope_parameters": {"full_attention": {"rope_type": "longrope"}, "sliding_attention": {"rope_type": "default"}}},
+            {"rope_parameters": {"full_attention": {"rope_type": "dynamic"}, "sliding_attention": {"rope_type": "default"}}},
             TAKES,
         ),
         ({}, {"past_key_values": None}),
