@@ -7,15 +7,14 @@ import os
 import re
 from pathlib import Path
 from pickle import UnpicklingError
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from lora_merge.merging.adapter_settings import LoraSettings
 from lora_merge.merging.digests import ADAPTER_WEIGHTS
-from lora_merge.merging.folders import read_json
+from lora_merge.merging.folders import adapters_within, read_json
 from verification.errors import VerificationError
 
 if TYPE_CHECKING:
-    from peft import PeftModel
     from torch import Tensor, nn
 
 _MOVING_PARTS = re.compile(r"\b(?:base_model|language_model|model)\.")
@@ -47,13 +46,10 @@ def check_live_adapter(model: nn.Module, adapter_dir: str | os.PathLike[str]) ->
             a rank, a scaling or a kind of layer differs; names it.
         MergeError: the saved configuration cannot be read, or its patterns contradict each other.
     """
-    from peft import PeftModel, get_peft_model_state_dict
+    from peft import get_peft_model_state_dict
 
-    if not isinstance(model, PeftModel):
-        raise VerificationError(
-            f"{type(model).__name__} carries no PEFT adapter; leave adapter_dir out, or give the adapted model"
-        )
-    active = model.active_adapters
+    model = getattr(model, "_orig_mod", model)  # torch.compile's wrapper
+    active = _active_adapters(model)
     if len(active) != 1:
         raise VerificationError(f"adapters {active} are active; expected exactly one to compare with {adapter_dir}")
     silent = next((name for name, module in model.named_modules() if getattr(module, "disable_adapters", False) is True), None)
@@ -75,12 +71,25 @@ def check_live_adapter(model: nn.Module, adapter_dir: str | os.PathLike[str]) ->
     _check_settings(model, active[0], Path(adapter_dir) / "adapter_config.json")
 
 
-def _check_settings(model: PeftModel, adapter: str, path: Path) -> None:
+def _active_adapters(model: Any) -> list[str]:
+    """Of a model of PEFT's, or of Transformers with an adapter added (``add_adapter``), which answers in a method."""
+    from peft import PeftModel
+
+    if isinstance(model, PeftModel):
+        return list(model.active_adapters)
+    if getattr(model, "_hf_peft_config_loaded", False):
+        return list(model.active_adapters())
+    raise VerificationError(f"{type(model).__name__} carries no PEFT adapter; leave adapter_dir out, or give the adapted model")
+
+
+def _check_settings(model: Any, adapter: str, path: Path) -> None:
     """What the saved configuration makes of the tensors must be what the live layers make of them.
 
     The layers are asked and not the live configuration, which nobody reads once they are made.
     """
     from peft.tuners.lora import LoraLayer
+
+    from lora_merge.engines.live_model import unwrapped
 
     config = read_json(path, "the adapter's configuration")
     kind = str(getattr(model.peft_config[adapter].peft_type, "value", model.peft_config[adapter].peft_type))
@@ -89,7 +98,7 @@ def _check_settings(model: PeftModel, adapter: str, path: Path) -> None:
     if kind != "LORA":
         return
     settings = LoraSettings(config, str(path), residual=False)
-    for module, layer in model.get_base_model().named_modules():
+    for module, layer in unwrapped(model).named_modules():
         if not isinstance(layer, LoraLayer) or adapter not in layer.scaling:
             continue
         # PEFT's patterns name a parameter by its module, whatever is wrapped around that.
@@ -122,7 +131,9 @@ def _saved_tensors(folder: Path) -> tuple[Path, dict[str, Tensor]]:
 
     found = [folder / name for name in ADAPTER_WEIGHTS if (folder / name).is_file()]
     if not found:
-        raise VerificationError(f"{folder / ADAPTER_WEIGHTS[0]}: no such file; save the adapter there first")
+        raise VerificationError(
+            f"{folder / ADAPTER_WEIGHTS[0]}: no such file; {adapters_within(folder) or 'save the adapter there first'}"
+        )
     path = found[0]
     try:
         if path.suffix == ".safetensors":

@@ -16,7 +16,7 @@ import numpy as np
 from lora_merge.merging.adapter_settings import LoraSettings, read_settings
 from lora_merge.merging.dtypes import FLOATING, INTEGERS, widen
 from lora_merge.merging.errors import MergeError
-from lora_merge.merging.folders import ModelFolder, read_json
+from lora_merge.merging.folders import ModelFolder, adapters_within, read_json
 from lora_merge.merging.pickle_reader import read_pickled_tensors
 from lora_merge.merging.safetensors_file import TensorInfo, read_header, read_tensor
 
@@ -169,6 +169,8 @@ def read_adapter(folder: ModelFolder, *, base_is_residual: bool = False) -> Adap
         shape
             or rank that contradicts the configuration, a NaN or infinite value.
     """
+    if not (folder.path / CONFIG_FILE).is_file() and (elsewhere := adapters_within(folder.path)):
+        raise MergeError(f"{folder.path / CONFIG_FILE}: no such file; {elsewhere}")
     config = read_json(folder.path / CONFIG_FILE, "the adapter's configuration")
     settings = read_settings(config, str(folder.path / CONFIG_FILE), base_is_residual=base_is_residual)
     weights, tensors = _read_tensors(folder.path)

@@ -85,6 +85,14 @@ def check_link(path: Path) -> None:
         raise MergeError(f"{path}: is a link to {target}, outside its folder; put the file itself there, or remove the link")
 
 
+def adapters_within(folder: Path) -> str | None:
+    """Where the folder, without an adapter itself, has one: PEFT saves one with a name of its own in a folder of that name."""
+    found = sorted(path.parent.name for path in folder.glob("*/adapter_config.json"))
+    if not found:
+        return None
+    return f"there is one in {folder / found[0]}" if len(found) == 1 else f"there are some in {folder}: {', '.join(found)}"
+
+
 def read_json(path: Path, what: str) -> dict[str, Any]:
     """The JSON object in ``path``; ``what`` names it in errors."""
     try:

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 from lora_merge.merging.base_sample import BaseSample, Resemblance, compare, parse_sample, sample_live
 from lora_merge.merging.checkpoint import Checkpoint
 from lora_merge.merging.errors import MergeError
-from lora_merge.merging.folders import read_json
+from lora_merge.merging.folders import adapters_within, read_json
 from lora_merge.merging.quantization import ASSUMED, GIVEN, RECIPE_FIELDS, WEIGHT_SETTINGS, QuantRecipe
 from lora_merge.merging.trainers import eight_bit_training, leftover_recipe
 
@@ -256,7 +256,7 @@ def record_recipe(model: Any, adapter_folder: str | os.PathLike[str]) -> QuantRe
 
     folder = Path(adapter_folder)
     if not (folder / "adapter_config.json").is_file():
-        raise MergeError(f"{folder}: no adapter_config.json; save the adapter there first")
+        raise MergeError(f"{folder}: no adapter_config.json; {adapters_within(folder) or 'save the adapter there first'}")
     recipe = recipe_of(model)
     if recipe is None:
         raise MergeError(f"{type(model).__name__}: has no bitsandbytes 4-bit layers; there is no quantization recipe to record")

@@ -20,6 +20,7 @@ from lora_merge.merging.cli import main
 from lora_merge.merging.errors import MergeError
 from lora_merge.merging.manifest import read_manifest
 from lora_merge.merging.pickle_reader import read_pickled_tensors
+from lora_merge.merging.recipes import record_recipe
 from tests.merging.kinds import Kind, load, save_base, train
 
 Tensors = dict[str, torch.Tensor]
@@ -360,3 +361,14 @@ def test_pickled_tensors_against_torch(tmp_path):
     buffer = io.BytesIO()
     torch.save(content, buffer)
     assert found["view"].start == found["whole"].start + 3 * 4 * 4
+
+
+@pytest.mark.parametrize(("names", "said"), [(("sql",), "there is one in {}/sql"), (("a", "b"), "there are some in {}: a, b")])
+def test_a_folder_of_named_adapters_says_where_they_are(names, said, made, tmp_path):
+    base, adapter, _ = made("lora")
+    for name in names:
+        shutil.copytree(adapter, tmp_path / "adapters" / name)
+    expected = f"{tmp_path / 'adapters' / 'adapter_config.json'}: no such file; {said.format(tmp_path / 'adapters')}"
+    assert_refused(run(base, tmp_path / "adapters", tmp_path / "out"), tmp_path / "out", expected)
+    with pytest.raises(MergeError, match=r"no adapter_config\.json; there "):
+        record_recipe(torch.nn.Linear(2, 2), tmp_path / "adapters")

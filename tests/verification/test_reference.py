@@ -481,3 +481,33 @@ def test_a_tokenizer_of_the_training_s_own_is_missed_beside_the_adapter(change, 
         record_reference(live, own, ROWS[:4], tmp_path / "reference.jsonl", adapter_dir=adapter, second_batch_size=None)
     said = [str(item.message) for item in caught if "holds no tokenizer" in str(item.message)]
     assert len(said) == (warned is not None) and all(warned in text for text in said)
+
+
+@pytest.mark.parametrize("kind", ["added to a model of transformers", "compiled"])
+def test_an_adapter_is_compared_however_the_live_model_carries_it(kind, tokenizer, tmp_path):
+    """Oracle: the adapter as it was saved, of which one number is changed then."""
+    if kind == "compiled":
+        inner = make_live()
+        live = torch.compile(inner)
+    else:
+        live = inner = make_model("llama")
+        inner.add_adapter(LoraConfig(r=4, lora_alpha=32, target_modules=["q_proj", "down_proj"], init_lora_weights=False))
+    inner.save_pretrained(tmp_path / "adapter")
+    check_live_adapter(live, tmp_path / "adapter")
+    if kind != "compiled":
+        out = tmp_path / "reference.jsonl"
+        made = record_reference(live, tokenizer, ROWS[:4], out, adapter_dir=tmp_path / "adapter", second_batch_size=None)
+        assert read_reference(out).adapter == made.adapter is not None
+    weight = next(weight for name, weight in inner.named_parameters() if "lora_B" in name)
+    with torch.no_grad():
+        weight[0, 0] += 1
+    with pytest.raises(VerificationError, match="differs from the live adapter"):
+        check_live_adapter(live, tmp_path / "adapter")
+
+
+def test_a_named_adapter_is_found_where_peft_saved_it(tmp_path):
+    live = get_peft_model(make_model("llama"), LoraConfig(r=4, target_modules=["q_proj"]), adapter_name="sql")
+    live.save_pretrained(tmp_path)
+    with pytest.raises(VerificationError, match=f"no such file; there is one in {tmp_path / 'sql'}"):
+        check_live_adapter(live, tmp_path)
+    check_live_adapter(live, tmp_path / "sql")
