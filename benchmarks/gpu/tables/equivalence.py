@@ -19,10 +19,9 @@ def pieces(parts: dict[str, Any], out: Path) -> dict[str, str]:
             left = f"{found['differ_with_cudas_mean_and_reciprocals']:,}"
             rows.append([weights, recipe, f"{found['differ']:,} of {found['elements']:,}", left])
         elif name.startswith("merge: "):
-            seconds = " and ".join(f"{value:.1f}" for value in found["seconds"].values())
             differ = f"{found['differ']:,} of {found['elements']:,}"
             largest = f"{found['largest_relative_difference']:.1e}" if found["differ"] else "–"
-            merges.append([name.removeprefix("merge: "), differ, str(found["tensors_that_differ"]), largest, seconds])
+            merges.append([name.removeprefix("merge: "), differ, str(found["tensors_that_differ"]), largest])
     data = part["measured"].get("test data")
     note = ""
     if data:
@@ -39,7 +38,6 @@ def pieces(parts: dict[str, Any], out: Path) -> dict[str, str]:
         "elements that differ",
         "tensors that differ",
         "largest relative difference",
-        "seconds, CPU and CUDA",
     ]
     return {
         "equivalence": "\n\n".join([table(heads, rows), note, failures(part)]),
