@@ -79,7 +79,10 @@ def _active_adapters(model: Any) -> list[str]:
         return list(model.active_adapters)
     if getattr(model, "_hf_peft_config_loaded", False):
         return list(model.active_adapters())
-    raise VerificationError(f"{type(model).__name__} carries no PEFT adapter; leave adapter_dir out, or give the adapted model")
+    raise VerificationError(
+        f"{type(model).__name__} carries no PEFT adapter; give the adapted model (after merge_and_unload() load base and adapter "
+        "again), or leave adapter_dir out"
+    )
 
 
 def _check_settings(model: Any, adapter: str, path: Path) -> None:

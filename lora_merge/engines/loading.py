@@ -88,7 +88,13 @@ def load_causal_model(
     # A model's class runs its own code on a configuration from outside, and so do the libraries under it.
     except Exception as error:
         raise EngineError(f"{path} does not load as a causal language model: {brief(error)}") from error
-    if quantized and not any(type(module).__name__ == "Linear4bit" for module in model.modules()):
+    kinds = {type(module).__name__ for module in model.modules()} if quantized else set()
+    if quantized and "Linear8bitLt" in kinds:
+        raise EngineError(
+            f"{path} is in 8 bit, and a base is loaded anew in 4 bit only: record a reference at the end of training, and verify with "
+            "it and --no-control"
+        )
+    if quantized and "Linear4bit" not in kinds:
         raise EngineError(
             f"{path} did not load in 4 bit; expected a bitsandbytes 4-bit model: check load_in_4bit in its settings"
         )

@@ -243,7 +243,8 @@ def record_recipe(model: Any, adapter_folder: str | os.PathLike[str]) -> QuantRe
     A sample of the 4-bit weights goes with it (:mod:`~lora_merge.merging.base_sample`), by which the base is known again.
 
     Args:
-        model: the live model at the end of training: plain transformers, PEFT, ``trainer.model`` of TRL, or Unsloth's.
+        model: the live model at the end of training: plain transformers, PEFT, ``trainer.model`` of TRL, or Unsloth's. Not what
+            ``merge_and_unload`` makes of it, whose 4-bit weights are others.
         adapter_folder: the folder that ``save_pretrained`` wrote the adapter to.
 
     Returns:

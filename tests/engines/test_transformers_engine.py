@@ -226,8 +226,11 @@ def test_the_quantized_reference_is_the_dequantized_model_with_its_adapter(gemma
 def test_quantization_is_given_exactly_once(gemma_folder):
     with pytest.raises(EngineError, match="exactly one of the two"):
         TransformersEngine.from_quantized(gemma_folder, device="cpu")
-    with pytest.raises(EngineError, match="did not load in 4 bit"):
+    with pytest.raises(EngineError, match=r"is in 8 bit, .* verify with it and --no-control"):
         TransformersEngine.from_quantized(gemma_folder, bnb_config={"load_in_8bit": True}, device="cpu")
+    everything = {"load_in_4bit": True, "llm_int8_skip_modules": [".*"]}
+    with pytest.raises(EngineError, match="did not load in 4 bit"):
+        TransformersEngine.from_quantized(gemma_folder, bnb_config=everything, device="cpu")
 
 
 def test_what_cannot_be_loaded_says_so(gemma_folder, tmp_path):
