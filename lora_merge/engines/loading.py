@@ -91,8 +91,8 @@ def load_causal_model(
     kinds = {type(module).__name__ for module in model.modules()} if quantized else set()
     if quantized and "Linear8bitLt" in kinds:
         raise EngineError(
-            f"{path} is in 8 bit, and a base is loaded anew in 4 bit only: record a reference at the end of training, and verify with "
-            "it and --no-control"
+            f"{path} is in 8 bit, and a base is loaded anew in 4 bit only: record a reference at the end of training, and verify "
+            "with it and --no-control"
         )
     if quantized and "Linear4bit" not in kinds:
         raise EngineError(
