@@ -112,7 +112,10 @@ def _rows_of_lines(lines: Iterable[bytes]) -> Iterator[PromptRow | BadRow]:
         try:
             value = _parse(raw)
         except ValueError as error:
-            yield BadRow(number, str(error), text=text)
+            an_array = number == 1 and raw.lstrip().startswith(b"[")
+            yield BadRow(
+                number, "a JSON array begins here; expected one JSON object a line" if an_array else str(error), text=text
+            )
         else:
             yield _row(value, number, text, seen)
 
@@ -177,7 +180,7 @@ def _row(value: Any, line: int, text: str, seen: set[str]) -> PromptRow | BadRow
         return BadRow(line, f"duplicate id {row_id!r}: an earlier line has it", row_id, text)
     sources = [name for name in SOURCES if value.get(name) is not None]
     if len(sources) != 1:
-        found = " and ".join(sources) if sources else "none"
+        found = " and ".join(sources) if sources else f"none, only {', '.join(map(repr, list(value)[:5]))}"
         return BadRow(
             line,
             f"found {found}; expected exactly one of {', '.join(SOURCES)}",

@@ -45,6 +45,8 @@ def read_checkpoint(folder: ModelFolder, what: str = "base checkpoint") -> Check
         MergeError: no safetensors weights, or of an unusual name, a shard that is missing or outside the folder, an index that
             contradicts the shards, a tensor that lies in two shards.
     """
+    if not (folder.path / "config.json").is_file() and (folder.path / "adapter_config.json").is_file():
+        raise MergeError(f"{folder.path}: is an adapter; expected a {what}")
     config = read_json(folder.path / "config.json", f"the configuration of a {what}")
     if reason := weights_elsewhere(config):
         raise MergeError(f"{folder.path}: {reason}")

@@ -60,7 +60,7 @@ BAD = [
     (b'{"id": "x4", "prompt": "\xff"}', "not UTF-8"),
     (b'{"id": "x5", "prompt": "a", "price": 1e999}', "1e999 is too large for a number"),
     (b'{"id": "x6", "prompt_token_ids": [2, 99999]}', "another tokenizer's"),
-    (b'{"id": "x7"}', "expected exactly one of"),
+    (b'{"id": "x7", "text": "leek"}', "found none, only 'id', 'text'; expected exactly one of"),
     (b'{"id": "x9", "price": 1.5, "messages": [{"role": "user", "content": "' + b"leek " * 200 + b'"}]}', "room for 60"),
     (b'"x8"', "expected an object"),
 ]
@@ -252,3 +252,10 @@ def test_a_prompt_with_a_token_that_the_model_has_no_row_for_is_set_aside_whatev
     assert {row["reason"] for row in aside} == {reason}
     assert intake.troubles[0].lines == 3
     assert len(spooled(take(path, tokenizer, tmp_path))) == 5
+
+
+@pytest.mark.parametrize("rows", [b'[\n{"id": "a", "prompt": "leek"},\n{"id": "b", "prompt": "tofu"}\n]\n', b"[1,\n2]\n"])
+def test_an_array_is_told_from_json_lines(rows, tokenizer, tmp_path):
+    (tmp_path / "p.json").write_bytes(rows)
+    with pytest.raises(Exception, match="a JSON array begins here; expected one JSON object a line"):
+        read_prompts(str(tmp_path / "p.json"), tokenizer, prefill=PREFILL)

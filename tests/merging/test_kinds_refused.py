@@ -372,3 +372,10 @@ def test_a_folder_of_named_adapters_says_where_they_are(names, said, made, tmp_p
     assert_refused(run(base, tmp_path / "adapters", tmp_path / "out"), tmp_path / "out", expected)
     with pytest.raises(MergeError, match=r"no adapter_config\.json; there "):
         record_recipe(torch.nn.Linear(2, 2), tmp_path / "adapters")
+
+
+def test_an_adapter_in_the_place_of_the_base_is_told(made, tmp_path):
+    base, adapter, _ = made("lora")
+    assert_refused(
+        run(adapter, base, tmp_path / "out"), tmp_path / "out", f"{adapter}: is an adapter; expected a base checkpoint"
+    )
