@@ -126,7 +126,7 @@ class LiveModel:
             self.module.eval()
             for layer in under_dora:
                 layer.training = True
-            with self._gradless(), _attention_on(self.device):
+            with self._gradless(), _attention_on(self.device), _folding_head(self.module):
                 yield
         finally:
             for module, training in modes:
@@ -176,6 +176,28 @@ class LiveModel:
     def ids_tensor(self, rows: Sequence[Sequence[int]]) -> Tensor:
         """Rows of one length as an integer tensor on the model's device."""
         return torch.tensor([list(row) for row in rows], dtype=torch.long, device=self.device)
+
+
+@contextlib.contextmanager
+def _folding_head(model: Any) -> Iterator[None]:
+    """Meanwhile the head gets its input in one piece.
+
+    A model that is asked for its last position gives the head a slice. If the head's weight is frozen, as all are under PEFT,
+    torch then makes a product of its own for each row, on a CPU each with a copy of the weight: 8 rows of 25 tokens take Gemma 3
+    270M 20.7 s and 3.6 GB on two cores, in one piece 1.7 s and 0.9 GB, for the same bits.
+    """
+    find = getattr(unwrapped(model), "get_output_embeddings", None)
+    head = find() if find is not None else None
+    if not isinstance(head, nn.Module):
+        yield
+        return
+    hook = head.register_forward_pre_hook(
+        lambda module, given: tuple(part.contiguous() if isinstance(part, Tensor) else part for part in given)
+    )
+    try:
+        yield
+    finally:
+        hook.remove()
 
 
 @contextlib.contextmanager

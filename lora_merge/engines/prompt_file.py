@@ -112,10 +112,8 @@ def _rows_of_lines(lines: Iterable[bytes]) -> Iterator[PromptRow | BadRow]:
         try:
             value = _parse(raw)
         except ValueError as error:
-            an_array = number == 1 and raw.lstrip().startswith(b"[")
-            yield BadRow(
-                number, "a JSON array begins here; expected one JSON object a line" if an_array else str(error), text=text
-            )
+            array = "a JSON array begins here; expected one JSON object a line"
+            yield BadRow(number, array if number == 1 and raw.lstrip().startswith(b"[") else str(error), text=text)
         else:
             yield _row(value, number, text, seen)
 

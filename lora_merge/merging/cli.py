@@ -228,9 +228,8 @@ def _print_result(result: MergeResult, output_format: str) -> None:
     if output_format == "json":
         click.echo(json_text({"out": str(result.out), "manifest": manifest}, indent=2))
         return
-    say(
-        f"merged into {result.out} ({result.manifest.method}); verify it next: verify-skip-drift --merged {result.out} --prompts PROMPTS"
-    )
+    next_step = f"verify-skip-drift --merged {result.out} --prompts PROMPTS"
+    say(f"merged into {result.out} ({result.manifest.method}); verify it next: {next_step}")
 
 
 def _size(count: int) -> str:

@@ -273,3 +273,20 @@ def test_an_adapter_of_a_residual_base_does_not_change_it_once_more(init, tmp_pa
     torch.testing.assert_close(loaded(ids).logits, expected, rtol=0, atol=1e-4)
     with pytest.raises(AssertionError):
         torch.testing.assert_close(load_adapter(residual, tmp_path)(ids).logits, expected, rtol=0, atol=0.1)
+
+
+@pytest.mark.parametrize("frozen", [False, True])
+def test_the_head_gets_its_input_in_one_piece(frozen, prompts, labels):
+    """Oracle: what Transformers gives it without, a slice; the scores are the same bits."""
+    model = make_model("llama").requires_grad_(not frozen)
+    head, pieces = model.get_output_embeddings(), []
+    head.register_forward_hook(lambda module, given, output: pieces.append(given[0].is_contiguous()))
+    engine = TransformersEngine.from_model(model)
+    scores = engine.score(prompts, labels)
+    assert all(pieces) and not head._forward_pre_hooks
+    pieces.clear()
+    for prompt, score in zip(prompts, scores, strict=True):
+        with torch.no_grad():
+            logits = model(torch.tensor([prompt.token_ids] * 2), logits_to_keep=1).logits[0, -1].double()
+        assert score.log_p_skip == pytest.approx(logits.log_softmax(-1)[labels.skip.token_id].item(), abs=1e-6)
+    assert not any(pieces)
