@@ -275,18 +275,29 @@ def test_an_adapter_of_a_residual_base_does_not_change_it_once_more(init, tmp_pa
         torch.testing.assert_close(load_adapter(residual, tmp_path)(ids).logits, expected, rtol=0, atol=0.1)
 
 
-@pytest.mark.parametrize("frozen", [False, True])
-def test_the_head_gets_its_input_in_one_piece(frozen, prompts, labels):
-    """Oracle: what Transformers gives it without, a slice; the scores are the same bits."""
-    model = make_model("llama").requires_grad_(not frozen)
-    head, pieces = model.get_output_embeddings(), []
-    head.register_forward_hook(lambda module, given, output: pieces.append(given[0].is_contiguous()))
+@pytest.mark.parametrize("adapted", [False, True])
+def test_the_head_gets_its_rows_as_one_matrix(adapted, prompts, labels):
+    """Oracle: Transformers alone, which gives it a slice. A head that PEFT wraps gets its input in one piece."""
+    model = make_model("llama").requires_grad_(False)
+    if adapted:
+        model = get_peft_model(model, LoraConfig(r=2, target_modules=["lm_head"], init_lora_weights=False)).eval()
+    head, seen = model.get_output_embeddings(), []
+    head.register_forward_pre_hook(lambda module, given: seen.append((given[0].dim(), given[0].is_contiguous())))
     engine = TransformersEngine.from_model(model)
     scores = engine.score(prompts, labels)
-    assert all(pieces) and not head._forward_pre_hooks
-    pieces.clear()
+    assert len(head._forward_pre_hooks) == 1 and not head._forward_hooks
+    first_hook, seen[:] = list(seen), []
+    assert all(dim == 3 for dim, _ in first_hook)  # ours comes after it
     for prompt, score in zip(prompts, scores, strict=True):
         with torch.no_grad():
-            logits = model(torch.tensor([prompt.token_ids] * 2), logits_to_keep=1).logits[0, -1].double()
-        assert score.log_p_skip == pytest.approx(logits.log_softmax(-1)[labels.skip.token_id].item(), abs=1e-6)
-    assert not any(pieces)
+            logits = model(input_ids=torch.tensor([prompt.token_ids] * 2), logits_to_keep=1).logits[0, -1].double()
+        assert score.log_p_skip == pytest.approx(logits.log_softmax(-1)[labels.skip.token_id].item(), abs=1e-5)
+    assert not any(in_one_piece for _, in_one_piece in seen)
+
+    model.get_output_embeddings()._forward_pre_hooks.clear()
+    given = []
+    inner = head.base_layer if adapted else head
+    forward = inner.forward
+    inner.forward = lambda states: given.append((states.dim(), states.is_contiguous())) or forward(states)
+    assert [score.log_p_skip for score in engine.score(prompts, labels)] == [score.log_p_skip for score in scores]
+    assert set(given) == {(3, True)} if adapted else {dim for dim, _ in given} == {2}
