@@ -194,7 +194,9 @@ def _folding_head(model: Any) -> Iterator[None]:
     shapes: list[torch.Size] = []
 
     def flatten(module: nn.Module, given: tuple[Any, ...]) -> tuple[Any, ...]:
-        states = given[0]
+        states = given[0] if given else None
+        if not isinstance(states, Tensor) or states.dim() < 3:
+            return given
         if type(module) is not nn.Linear:
             return (states.contiguous(), *given[1:])
         shapes.append(states.shape)
