@@ -207,7 +207,9 @@ def _base_findings(
     alike = resemblance(adapter.path, read_checkpoint(base)) if base is not None and adapter is not None else None
     if alike is not None:
         found = f"the base {source} has {alike}"
-        advice = "" if alike.is_same else ": the adapter was trained on another; give that as --base"
+        merged_into_it = manifest is not None and options.base in (None, manifest.base.source)
+        way_out = "merge again into that" if merged_into_it else "give that as --base"
+        advice = "" if alike.is_same else f": the adapter was trained on another; {way_out}"
         yield Check("base-weights", PASSED if alike.is_same else INCONCLUSIVE, f"{found}{advice}")
     known_again = alike is not None and alike.is_same
     named = None

@@ -148,6 +148,10 @@ def test_a_base_is_known_by_its_weights_before_its_name(folder: str, trained: Pa
             assert outcome(found, "base-identity") is Outcome.PASSED
         else:
             assert "other 4-bit weights in 14 of 14 layers by a sample" in found["base-weights"][0][1]
+            assert found["base-weights"][0][1].endswith("was trained on another; merge again into that")
+            shutil.copytree(here / name, here / "other", dirs_exist_ok=True)
+            elsewhere = findings(merged, base=str(here / "other"), other_base_name=True)
+            assert elsewhere["base-weights"][0][1].endswith("was trained on another; give that as --base")
         _edit(adapter / RECIPE_FILE, base_sample=None)
         found = findings(merged)
         assert "base-weights" not in found
