@@ -183,8 +183,9 @@ def _folding_head(model: Any) -> Iterator[None]:
     """Meanwhile a linear head gets its rows as one matrix, and any other its input in one piece.
 
     A model that is asked for its last position gives the head a slice. If the head's weight is frozen, as all are under PEFT,
-    torch then makes a product of its own for each row, on a CPU each with a copy of the weight: 8 rows of 25 tokens take Gemma 3
-    270M 20.7 s and 3.6 GB on two cores, as a matrix 1.7 s and 0.9 GB, for the same bits. A single row in one piece still does.
+    torch then makes a product of its own for each row, on a CPU each with a copy of the weight, and so it does with a single row
+    in one piece. 8 rows of 25 tokens take Gemma 3 270M 5.8 s on two cores, as a matrix 0.18 s, for the same bits
+    (benchmarks/frozen_head.py).
     """
     find = getattr(unwrapped(model), "get_output_embeddings", None)
     head = find() if find is not None else None
@@ -194,6 +195,7 @@ def _folding_head(model: Any) -> Iterator[None]:
     shapes: list[torch.Size] = []
 
     def flatten(module: nn.Module, given: tuple[Any, ...]) -> tuple[Any, ...]:
+        shapes.clear()  # of a forward that failed
         states = given[0] if given else None
         if not isinstance(states, Tensor) or states.dim() < 3:
             return given

@@ -223,7 +223,7 @@ class _Encoder:
     max_length: int | None
     vocabulary: int | None
     bos: bool
-    bos_is_the_author_s: bool
+    may_lack_bos: bool
     date: datetime.date
 
     def encode_chunk(self, rows: Sequence[PromptRow | BadRow]) -> Iterator[Prompt | BadRow]:
@@ -291,7 +291,7 @@ class _Encoder:
         if bos is None:
             return None
         count = sum(1 for token in ids if token == bos)
-        if count == 0 and row.prompt is None and self.bos_is_the_author_s:
+        if count == 0 and row.prompt is None and self.may_lack_bos:
             return None
         if self.bos and (count != 1 or ids[0] != bos):
             place = f"{count} BOS tokens (id {bos})" if count != 1 else f"its BOS (id {bos}) at position {list(ids).index(bos)}"
